@@ -1,0 +1,1 @@
+"""The heart: match, load, save. The one door that engines and connectors use."""

@@ -1,0 +1,1 @@
+"""Our engines under one door (`base.py`). Heavy libraries are imported where used."""

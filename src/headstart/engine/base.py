@@ -1,0 +1,109 @@
+"""What a server needs of an engine: submit a prompt of token ids, get tokens back one by one, abort, health, close.
+
+An engine speaks token ids only; text belongs to `render`. Callbacks run on the engine's thread and must not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 is greedy. `top_p` in (0, 1], `top_k` 0 means all. Equal seeds give equal tokens for equal logits."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted. `salt` keeps tenants apart."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    salt: str | None = None
+    use_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Where a request's time and tokens went. cached_tokens = cached_memory_tokens + cached_disk_tokens: verified and used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_memory_tokens: int
+    cached_disk_tokens: int
+    bytes_read: int
+    queue_s: float
+    match_s: float
+    load_s: float  # from the start of the load until its last byte was verified; overlaps computing
+    first_token_s: float | None  # from submit to the first token
+    total_s: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_memory_tokens + self.cached_disk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One step of an answer. `token` is None on a last event that carries no token. The last event has `finish` and the
+    receipt; `error` is one sentence when finish is "error"."""
+
+    token: int | None
+    finish: FinishReason | None = None
+    receipt: Receipt | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    model: str
+    context_tokens: int
+    vocabulary: int
+    device: str
+    dtype: str
+    layers: int
+    kv_bytes_per_token: int
+    cache: str  # one sentence: what is cached where, or why not
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot for metrics: requests running and waiting, KV memory used and bound in bytes, and monotone counters
+    (prompt_tokens, cached_memory_tokens, cached_disk_tokens, generated_tokens, steps, …)."""
+
+    running: int
+    waiting: int
+    kv_used_bytes: int
+    kv_capacity_bytes: int
+    counters: dict[str, int]
+
+
+class Engine(Protocol):
+    info: EngineInfo
+
+    def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        """Queue a request. Raises ContextLengthExceeded or RequestError at once for what can never run."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon, in any state; its last event has finish="abort". Unknown ids are ignored."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def close(self) -> None:
+        """End every request, finish saving, free everything. Twice is fine."""
+        ...

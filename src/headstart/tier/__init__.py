@@ -1,0 +1,1 @@
+"""Where bytes lie: memory and disk. Immutable extents by address; no prefix logic."""
