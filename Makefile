@@ -1,0 +1,51 @@
+# headstart's daily commands; `make` lists them. Everything runs in .venv, which the first command makes.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# A CPU build of torch by default: small, and enough for the demo and the tests. For a GPU: make demo TORCH=torch
+TORCH  ?= cpu
+BIN    := $(VENV)/bin
+export OMP_WAIT_POLICY = PASSIVE
+
+.PHONY: help demo test check bench soak trials docs clean install
+
+help:  ## list the commands
+	@grep -hE '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+
+demo: $(VENV)/.installed  ## the main job on a real model: compute once, kill the server, answer from disk
+	@$(BIN)/headstart demo $(DEMO)
+
+test: $(VENV)/.installed  ## all tests that take under ten minutes together
+	$(BIN)/python -m pytest -q $(TESTS)
+
+check: $(VENV)/.installed  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed  ## the benchmarks whose tables are in docs/benchmarks.md (quarter of an hour, on a quiet machine)
+	$(BIN)/python -m benchmarks $(BENCH)
+
+soak: $(VENV)/.installed  ## long random runs: crashes, faults, state machines
+	$(BIN)/python -m pytest -q -m soak --soak $(TESTS)
+
+install: $(VENV)/.installed  ## only make .venv and install everything into it
+
+$(VENV)/.installed: pyproject.toml Makefile
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) cannot make a virtual environment; trying to install python3-venv"; rm -rf $(VENV); \
+	    apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV); } || { \
+	    echo "no virtual environment: install Python 3.11 or newer with its venv module (Debian: python3-venv), then run make again"; exit 3; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "headstart needs Python 3.11 or newer; say which with: make PYTHON=python3.12 …"; rm -rf $(VENV); exit 3; }
+	@echo "installing into $(VENV) (the first time takes some minutes)"
+	@if [ "$(TORCH)" = cpu ] && [ "$$(uname)" = Linux ]; then \
+	    $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null \
+	    || $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu torch; \
+	else $(BIN)/pip install -q "$(subst cpu,torch,$(TORCH))"; fi
+	$(BIN)/pip install -q -e '.[torch,test,dev]'
+	@touch $@
+
+clean:  ## remove .venv and caches, keep models and stored prefixes
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
