@@ -1,0 +1,103 @@
+"""Regions never overlap, come back whole, and stay valid as long as somebody looks at them."""
+
+from __future__ import annotations
+
+import gc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.tier.arena import ALIGNMENT, HUGE_PAGE, Arena
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def test_the_base_is_aligned_to_a_huge_page_and_every_region_to_4_kib() -> None:
+    with Arena(3 * ALIGNMENT) as arena:
+        first = arena.allocate(5)
+        second = arena.allocate(ALIGNMENT + 1)
+        assert first is not None
+        assert second is not None
+        assert address(first.view) % HUGE_PAGE == 0
+        assert address(second.view) == address(first.view) + ALIGNMENT
+        assert (first.nbytes, second.nbytes) == (5, ALIGNMENT + 1)
+        assert arena.used_bytes == 3 * ALIGNMENT
+
+
+def test_touched_memory_is_writable_zeroes() -> None:
+    with Arena(HUGE_PAGE, touch=True) as arena:
+        region = arena.allocate(HUGE_PAGE)
+        assert region is not None
+        assert not np.frombuffer(region.view, np.uint8).any()
+        region.view[-1] = 7
+        assert region.view[-1] == 7
+
+
+def test_full_now_is_none_and_never_is_an_error() -> None:
+    with Arena(2 * ALIGNMENT) as arena:
+        region = arena.allocate(2 * ALIGNMENT)
+        assert region is not None
+        assert arena.allocate(1) is None
+        with pytest.raises(ValueError, match="can never fit"):
+            arena.allocate(2 * ALIGNMENT + 1)
+        with pytest.raises(ValueError, match="can never fit"):
+            arena.allocate(0)
+        region.release()
+        assert arena.allocate(1) is not None
+
+
+def test_a_region_is_freed_with_its_last_release_and_only_once() -> None:
+    with Arena(ALIGNMENT) as arena:
+        region = arena.allocate(10)
+        assert region is not None
+        region.retain()
+        region.release()
+        assert arena.used_bytes == ALIGNMENT
+        region.release()
+        assert arena.used_bytes == 0
+        with pytest.raises(RuntimeError, match="after its last release"):
+            region.release()
+        with pytest.raises(RuntimeError, match="after its last release"):
+            region.retain()
+        assert arena.used_bytes == 0
+
+
+def test_views_outlive_a_closed_arena() -> None:
+    arena = Arena(ALIGNMENT)
+    region = arena.allocate(8)
+    assert region is not None
+    array = np.frombuffer(region.view, np.uint8)
+    array[:] = 3
+    arena.close()
+    arena.close()
+    gc.collect()
+    assert array.tolist() == [3] * 8
+    region.release()
+    with pytest.raises(RuntimeError, match="closed"):
+        arena.allocate(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * ALIGNMENT), st.randoms(use_true_random=False)), max_size=80))
+def test_regions_never_overlap_and_all_space_comes_back(steps: list[tuple[bool, int, object]]) -> None:
+    with Arena(32 * ALIGNMENT) as arena:
+        live = []
+        for grow, nbytes, random in steps:
+            if grow:
+                region = arena.allocate(nbytes)
+                if region is not None:
+                    live.append(region)
+            elif live:
+                live.pop(random.randrange(len(live))).release()  # type: ignore[attr-defined]
+            spans = sorted((address(r.view), address(r.view) + r.nbytes) for r in live)
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+            assert arena.used_bytes == sum(-(-r.nbytes // ALIGNMENT) * ALIGNMENT for r in live)
+        for region in live:
+            region.release()
+        assert arena.used_bytes == 0
+        assert arena.allocate(32 * ALIGNMENT) is not None  # one piece again
