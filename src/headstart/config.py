@@ -9,54 +9,263 @@ Later wins: defaults, file, environment, flags. Unknown keys are refused with th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from headstart.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[str, Meta(extra={"size": ()})]  # `size` names the words and forms allowed beside a number of bytes
+SizeOrAuto = Annotated[str, Meta(extra={"size": ("auto",)})]
+SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    enabled: bool = True
-    directory: Path = Path("~/.cache/headstart/kv")
-    capacity: str = "10%"  # of the file system, or a size
-    memory: str = "2GiB"  # the memory tier; "0" turns it off
-    durability: Literal["none", "data"] = "none"
-    load_timeout_s: float = 30.0
+    enabled: Annotated[bool, Meta(description="keep the KV of prompts for later requests and restarts")] = True
+    directory: Annotated[Path, Meta(description="where the disk tier lies; as private as the prompts")] = Path(
+        "~/.cache/headstart/kv"
+    )
+    capacity: Annotated[SizeOrShare, Meta(description="of the disk tier: a size, or a share of the file system")] = "10%"
+    memory: Annotated[Size, Meta(description='of the memory tier in front of the disk; "0" turns it off')] = "2GiB"
+    durability: Annotated[Literal["none", "data"], Meta(description='"none" or "data", which survives a power loss')] = "none"
+    load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
+        30.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    device: str = "auto"  # auto | cpu | cuda | mps
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    kv_memory: str = "auto"  # bytes for KV of running requests
-    max_running: int = 8
-    prefill_chunk: int = 1024  # tokens
-    context: int | None = None  # limit below the model's own
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="auto, float32, bfloat16 or float16, for weights and KV"),
+    ] = "auto"
+    kv_memory: Annotated[SizeOrAuto, Meta(description="bytes for the KV of running requests")] = "auto"
+    max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
+    prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
+    context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_waiting: int = 256
+    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
+    max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: str = "smollm2-135m"
-    models_directory: Path = Path("~/.cache/headstart/models")
+    model: Annotated[str, Meta(min_length=1, description="alias, directory or hub name")] = "smollm2-135m"
+    models_directory: Annotated[Path, Meta(description="where fetched and converted models lie")] = Path(
+        "~/.cache/headstart/models"
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-def load_config(file: Path | None = None, *, overrides: dict[str, object] | None = None) -> Config:
-    """Return the configuration from defaults, `file` (or $HEADSTART_CONFIG), HEADSTART_* and `overrides` ("cache.memory": "1GiB").
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration key: what it is called in the file, the environment and on the command line."""
 
+    key: str
+    type: Any
+    default: Any
+    help: str
+
+    @property
+    def variable(self) -> str:
+        return "HEADSTART_" + self.key.replace(".", "_").upper()
+
+    @property
+    def flag(self) -> str:
+        """Names of engine and server settings are clear without their section; `cache` is kept, or --memory would mislead."""
+        return "--" + self.key.removeprefix("engine.").removeprefix("server.").replace(".", "-").replace("_", "-")
+
+
+def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | None = None) -> Config:
+    """Return the configuration from defaults, `file` (or $HEADSTART_CONFIG), HEADSTART_* and `overrides`.
+
+    Overrides are what flags give: {"cache.memory": "1GiB"}. A leading ~ in a path is the home directory.
     Raises ConfigError naming the key, where it was set and the nearest right name."""
-    raise NotImplementedError
+    if file is None and (named := os.environ.get("HEADSTART_CONFIG")):
+        file = Path(named)
+    chosen: dict[str, Any] = {key: _expanded(setting.default) for key, setting in settings().items()}
+    if file is not None:
+        chosen |= _from_file(file)
+    chosen |= _from_environment(os.environ)
+    for key, value in (overrides or {}).items():
+        chosen[key] = _converted(key, value, where=_where_flag(key), strict=False)
+    return _assemble(chosen)
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Return every setting by key, in the order in which they are declared."""
+    return {setting.key: setting for setting in _settings_of(Config, "")}
 
 
 def parse_size(text: str, *, of_bytes: int | None = None) -> int:
-    """Return bytes for "20GiB", "500MB", "4096" or, with `of_bytes`, "10%". Raises ConfigError."""
-    raise NotImplementedError
+    """Return bytes for "20GiB", "500MB", "4096" or, with `of_bytes`, "10%". Raises ConfigError.
+
+    >>> parse_size("1.5KiB"), parse_size("2MB"), parse_size("10%", of_bytes=5000)
+    (1536, 2000000, 500)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
+    if found is not None:
+        number, unit = float(found[1]), found[2]
+        if unit == "%" and of_bytes is not None and number <= 100:
+            return int(of_bytes * number / 100)
+        if unit in _UNITS:
+            return int(found[1]) * _UNITS[unit] if "." not in found[1] else int(number * _UNITS[unit])
+    share = ', or a share such as "10%"' if of_bytes is not None else ""
+    raise ConfigError(f'{text!r} is not a size; write "20GiB", "500MB" or a number of bytes{share}', text=text)
+
+
+def prefer_sleeping_threads() -> None:
+    """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
+
+    By default they spin between two operations, which takes the cores from the threads that read and verify the next layer
+    while this one is being computed. Someone who set the variable knows better and is left alone."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def _settings_of(cls: type, prefix: str) -> Iterable[Setting]:
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        if is_dataclass(hints[item.name]):
+            yield from _settings_of(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            metas = [arg for arg in get_args(hints[item.name]) if isinstance(arg, Meta)]
+            description = next(meta.description for meta in metas if meta.description)
+            yield Setting(f"{prefix}{item.name}", hints[item.name], item.default, description)
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        with file.expanduser().open("rb") as stream:
+            content = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"configuration file {file} cannot be read: {error.strerror}", path=file) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {file} is not valid TOML: {error}", path=file) from error
+    where = f"in {file}"
+    return {key: _converted(key, value, where=where, strict=True) for key, value in _flat(content, "", where)}
+
+
+def _flat(table: Mapping[str, Any], prefix: str, where: str) -> Iterable[tuple[str, Any]]:
+    """Yield ("section.name", value) for every leaf; an empty unknown table is a leaf too, so that it is refused."""
+    sections = {key.rsplit(".", 1)[0] for key in settings() if "." in key}
+    for name, value in table.items():
+        key = prefix + name
+        if key in sections and not isinstance(value, dict):
+            raise ConfigError(f"configuration key {key!r} {where} is a section; write [{key}] above its keys", key=key)
+        if isinstance(value, dict) and (value or key in sections):
+            yield from _flat(value, f"{key}.", where)
+        else:
+            yield key, value
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    by_variable = {setting.variable: setting for setting in settings().values()}
+    chosen = {}
+    for variable, text in environment.items():
+        if not variable.startswith("HEADSTART_") or variable == "HEADSTART_CONFIG" or _is_service_link(variable, environment):
+            continue
+        setting = by_variable.get(variable)
+        if setting is None:
+            raise ConfigError(
+                f"unknown environment variable {variable}; {_nearest(variable, by_variable)}", key=variable, where="environment"
+            )
+        chosen[setting.key] = _converted(setting.key, text, where=f"in environment variable {variable}", strict=False)
+    return chosen
+
+
+def _is_service_link(variable: str, environment: Mapping[str, str]) -> bool:
+    """Kubernetes sets HEADSTART_SERVICE_HOST, HEADSTART_PORT and the like in pods beside a service called "headstart"."""
+    return "KUBERNETES_SERVICE_HOST" in environment and variable.startswith(("HEADSTART_SERVICE_", "HEADSTART_PORT"))
+
+
+def _where_flag(key: str) -> str:
+    return f"given as {settings()[key].flag}" if key in settings() else "given as an override"
+
+
+def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
+    """Return `value` as the key's type. Text from the environment and from flags is read leniently ("8000", "true")."""
+    setting = settings().get(key)
+    if setting is None:
+        raise ConfigError(f"unknown configuration key {key!r} {where}; {_nearest(key, settings())}", key=key, where=where)
+    sizes = _size_forms(setting.type)
+    if sizes is not None and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    try:
+        converted = msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
+        if sizes is not None and converted not in sizes:
+            parse_size(converted, of_bytes=100 if "%" in sizes else None)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"configuration key {key!r} {where} cannot be {value!r}: {_told(error)} ({setting.help})", key=key, where=where
+        ) from error
+    return _expanded(converted)
+
+
+def _expanded(value: Any) -> Any:
+    return value.expanduser() if isinstance(value, Path) else value
+
+
+def _size_forms(kind: Any) -> tuple[str, ...] | None:
+    for meta in get_args(kind):
+        if isinstance(meta, Meta) and meta.extra and "size" in meta.extra:
+            forms: tuple[str, ...] = meta.extra["size"]
+            return forms
+    return None
+
+
+def _told(error: Exception) -> str:
+    return str(error).replace("`", "")
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, (str, Path)) and str(value):
+        return Path(value)
+    raise msgspec.ValidationError("Expected a path")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    names = list(names)
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(names)
+
+
+def _assemble(chosen: Mapping[str, Any]) -> Config:
+    def section(cls: type, prefix: str) -> Any:
+        hints = get_type_hints(cls)
+        return cls(
+            **{
+                item.name: section(hints[item.name], f"{prefix}{item.name}.")
+                if is_dataclass(hints[item.name])
+                else chosen[prefix + item.name]
+                for item in fields(cls)
+            }
+        )
+
+    config: Config = section(Config, "")
+    return config
