@@ -1,0 +1,181 @@
+"""A tier that fails as tiers do. What fails is said beforehand and counted; nothing is random, so a failing run repeats.
+
+`FaultyTier` wraps any tier and lets its verbs fail or lie; `faulty_disk.py` does the same one floor below, to a disk.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from threading import Event, Lock
+from typing import Literal
+
+from headstart.block.representation import Representation
+from headstart.errors import ExtentCorrupt
+from headstart.tier.base import (
+    ExtentId,
+    ExtentInfo,
+    Placement,
+    Problem,
+    ReadRange,
+    Tier,
+    TierStatistics,
+    WriteOutcome,
+)
+
+TierVerb = Literal["locate", "lease", "touch", "read", "write", "delete"]
+TierFault = Literal["eio", "enospc", "corrupt", "short", "flip", "foreign", "stall"]
+_ERRNO = {"eio": errno.EIO, "enospc": errno.ENOSPC}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Every `every`-th call of `verb`, from call number `start` on and at most `times` times, goes wrong by `kind`:
+
+    eio, enospc   OSError
+    corrupt       ExtentCorrupt, as a tier raises that looks into its own bytes
+    short         a read fills half of what was asked for and returns that count
+    flip          a read flips one bit and says nothing
+    foreign       a read brings another extent's bytes (of this extent's next page, where it is the only one) and says nothing
+    stall         the call waits until `heal`, at most `FaultyTier.stall_s`, then goes on
+    """
+
+    verb: TierVerb
+    kind: TierFault
+    every: int = 1
+    start: int = 1
+    times: int | None = None
+
+
+class FaultyTier:
+    """A tier with faults. `injected[verb, kind]` counts what was done. Never `trusted`: it may lie."""
+
+    trusted = False
+
+    def __init__(self, inner: Tier, *faults: Fault, stall_s: float = 20.0) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.stalled = Event()  # set once a call waits, so that a test need not sleep
+        self._stall_s = stall_s
+        self._lock = Lock()
+        self._resume = Event()
+        self._faults = list(faults)
+        self._calls: Counter[TierVerb] = Counter()
+        self.injected: Counter[tuple[TierVerb, TierFault]] = Counter()
+
+    def inject(self, *faults: Fault) -> None:
+        """Add faults; their `start` counts calls from now."""
+        with self._lock:
+            self._faults += [replace(f, start=f.start + self._calls[f.verb]) for f in faults]
+            self._resume.clear()
+
+    def heal(self) -> None:
+        """No more faults; let stalled calls go on."""
+        with self._lock:
+            self._faults.clear()
+            self.stalled.clear()
+            self._resume.set()
+
+    def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
+        self._strike("locate")
+        return self.inner.locate(representation, keys)
+
+    def info(self, extent: ExtentId) -> ExtentInfo | None:
+        return self.inner.info(extent)
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        self._strike("lease")
+        return self.inner.lease(extents)
+
+    def release(self, extents: Sequence[ExtentId]) -> None:
+        self.inner.release(extents)
+
+    def read(self, reads: Sequence[ReadRange]) -> int:
+        kind = self._strike("read")
+        if kind == "foreign":
+            return self._read_elsewhere(reads)
+        if kind == "short":
+            return self.inner.read([half for half in map(_first_half, reads) if half.buffers])
+        done = self.inner.read(reads)
+        if kind == "flip":
+            buffer = next(b for read in reads for b in read.buffers if len(b))
+            buffer[len(buffer) // 2] ^= 0x10
+        return done
+
+    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+        self._strike("write")
+        return self.inner.write(image, representation, retention=retention)
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        self._strike("touch")
+        self.inner.touch(extents)
+
+    def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
+        self._strike("delete")
+        return self.inner.delete(extents, reason=reason)
+
+    def scan(self) -> Iterator[ExtentInfo]:
+        return self.inner.scan()
+
+    def statistics(self) -> TierStatistics:
+        return self.inner.statistics()
+
+    def check(self) -> list[Problem]:
+        return self.inner.check()
+
+    def close(self) -> None:
+        self.heal()
+        self.inner.close()
+
+    def _strike(self, verb: TierVerb) -> TierFault | None:
+        """Count the call and let it fail if it is its turn; return the kind of lie that the verb itself has to tell."""
+        with self._lock:
+            self._calls[verb] += 1
+            fault = next((f for f in self._faults if self._due(f, verb)), None)
+            if fault is None:
+                return None
+            self.injected[verb, fault.kind] += 1
+            if fault.times is not None:
+                self._faults.remove(fault)
+                if fault.times > 1:
+                    self._faults.append(replace(fault, times=fault.times - 1))
+        if fault.kind in _ERRNO:
+            raise OSError(_ERRNO[fault.kind], f"injected into {verb} of tier '{self.name}'")
+        if fault.kind == "corrupt":
+            raise ExtentCorrupt(f"injected into {verb} of tier '{self.name}'", reason="injected")
+        if fault.kind == "stall":
+            self.stalled.set()
+            self._resume.wait(self._stall_s)
+        return fault.kind
+
+    def _due(self, fault: Fault, verb: TierVerb) -> bool:
+        turn = self._calls[verb] - fault.start
+        return fault.verb == verb and turn >= 0 and turn % fault.every == 0
+
+    def _read_elsewhere(self, reads: Sequence[ReadRange]) -> int:
+        return sum(self._read_one_elsewhere(read) for read in reads)
+
+    def _read_one_elsewhere(self, read: ReadRange) -> int:
+        nbytes = sum(len(b) for b in read.buffers)
+        for other in self.inner.scan():
+            if other.id != read.extent and other.extent_bytes >= read.offset + nbytes and self.inner.lease([other.id])[0]:
+                try:
+                    return self.inner.read([replace(read, extent=other.id)])
+                finally:
+                    self.inner.release([other.id])
+        done = self.inner.read([read])
+        for buffer in read.buffers:  # no other extent is large enough: the same bytes, shifted
+            buffer[:] = bytes(buffer[1:]) + bytes(buffer[:1])
+        return done
+
+
+def _first_half(read: ReadRange) -> ReadRange:
+    left = sum(len(b) for b in read.buffers) // 2
+    kept = []
+    for buffer in read.buffers:
+        if left:
+            kept.append(buffer[:left])
+            left -= len(kept[-1])
+    return replace(read, buffers=kept)
