@@ -81,9 +81,7 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
     raise NotImplementedError
 
 
-def piece_check(
-    *, algorithm: str, representation: bytes, key: bytes, layer: int, buffers: Sequence[Buffer]
-) -> bytes:
+def piece_check(*, algorithm: str, representation: bytes, key: bytes, layer: int, buffers: Sequence[Buffer]) -> bytes:
     """Return the 16-byte check of one piece whose bytes are `buffers` in order; `key` is that of the piece's last block.
     Raises ExtentCorrupt(reason="algorithm") for an algorithm that this version does not know."""
     raise NotImplementedError
