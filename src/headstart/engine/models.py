@@ -1,0 +1,116 @@
+"""From the name a user gives to a folder with a whole checkpoint, fetching and converting it where that is needed.
+
+A name is an alias (`smollm2-135m`), a Hugging Face directory, or a hub name "org/name". What is returned has been checked:
+`config.json` reads, every weights file is there and as long as its header says. Nothing here loads weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.engine.checkpoint import check_folder
+from headstart.engine.smollm2 import ALIAS, NOTE, Progress, make_smollm2
+from headstart.errors import MissingExtra, ModelError
+
+ALIASES = (ALIAS,)
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """`name` is what clients see, `note` a remark for people; `digests` is where `identity_of` remembers weights' digests."""
+
+    path: Path
+    name: str
+    digests: Path
+    note: str | None = None
+
+
+def resolve_model(name: str, models_directory: Path, *, on_progress: Progress) -> ModelFolder:
+    """Return the checked folder of model `name`, fetching it on first use; a hub model that is cached is taken as it is.
+
+    Raises ModelError (unknown, incomplete, not reachable) or MissingExtra."""
+    return _resolve(name, models_directory, on_progress, refresh=False)
+
+
+def pull_model(name: str, models_directory: Path, *, on_progress: Progress) -> ModelFolder:
+    """Like `resolve_model`, ahead of time: a hub model is brought to its newest revision."""
+    return _resolve(name, models_directory, on_progress, refresh=True)
+
+
+def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refresh: bool) -> ModelFolder:
+    models_directory = models_directory.expanduser()
+    digests = models_directory / "digests.json"
+    path = Path(name).expanduser()
+    if name in ALIASES:
+        found = ModelFolder(path=models_directory / name, name=name, digests=digests, note=NOTE)
+        make_smollm2(found.path, on_progress)
+    elif path.suffix.lower() == ".gguf":
+        raise ModelError(
+            f"{name}: GGUF files are not served yet by this version; give a folder with config.json and *.safetensors",
+            name=name,
+        )
+    elif path.is_dir():
+        found = ModelFolder(path=path.resolve(), name=path.resolve().name, digests=digests)
+    elif path.exists():
+        raise ModelError(f"{name} is a file; give the folder that holds config.json and *.safetensors", name=name)
+    elif _HUB_NAME.fullmatch(name):
+        found = ModelFolder(path=_from_hub(name, on_progress, refresh=refresh), name=name, digests=digests)
+    else:
+        raise ModelError(_unknown(name), name=name)
+    check_folder(found.path)
+    on_progress("ready", 1.0)
+    return found
+
+
+def _unknown(name: str) -> str:
+    if name.startswith(("/", ".", "~")):
+        return f"there is no folder {name}; give an existing model folder, org/name from the hub, or {' or '.join(ALIASES)}"
+    near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(ALIASES)}"
+    return f"unknown model {name!r}: {hint} A folder with config.json and *.safetensors, or org/name from the hub, works too"
+
+
+def _from_hub(name: str, on_progress: Progress, *, refresh: bool) -> Path:
+    """The cached snapshot if it is whole, else the hub's. The hub's own client keeps its cache and shows its own bars."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
+    except ImportError as error:
+        raise MissingExtra(
+            f"fetching {name} needs huggingface_hub: pip install 'headstart[torch]'", extra="torch", name=name
+        ) from error
+    if not refresh:
+        try:
+            cached = Path(snapshot_download(name, local_files_only=True))
+            check_folder(cached)
+        except (OSError, ModelError):
+            pass  # not cached, or not all of it
+        else:
+            return cached
+    on_progress("downloading", None)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`", name=name
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no public model {name}; check the spelling, or `hf auth login` if it is private", name=name
+        ) from error
+    except (OSError, HTTPError, ValueError) as error:
+        raise ModelError(
+            f"{name} is no folder here and could not be fetched from the hub ({_first_line(error)}); "
+            f"check the network, or copy the model's folder to this machine and give its path",
+            name=name,
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
