@@ -1,0 +1,65 @@
+"""What this machine offers to a torch engine: device, number type, cores, memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from headstart.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(asked: str) -> torch.device:
+    """Return the device for "auto", "cpu", "cuda" or "mps". Raises ConfigError for one that is not here."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if asked == "auto":
+        return torch.device(next(name for name, there in here.items() if there))
+    if not here.get(asked, False):
+        names = ", ".join(name for name, there in here.items() if there)
+        raise ConfigError(f"engine.device is {asked!r}, and this machine has: auto, {names}", key="engine.device")
+    return torch.device(asked)
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """Return the number type; "auto" is the fastest that the device computes in (on CPUs without bfloat16 units float32)."""
+    if asked != "auto":
+        if asked not in _DTYPES:
+            raise ConfigError(f"engine.dtype is {asked!r}; use auto, {', '.join(_DTYPES)}", key="engine.dtype")
+        return _DTYPES[asked]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.float16 if device.type == "mps" else torch.float32
+
+
+def use_physical_cores() -> int:
+    """Let torch use one thread a physical core, fewer if it was told so; return how many. Siblings only disturb each other."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    threads = max(1, min(len(cores), torch.get_num_threads()))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that are free for KV where the model computes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no /proc: not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
