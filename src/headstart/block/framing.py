@@ -1,4 +1,4 @@
-"""Tagged, length-framed fields: `u8 tag, u32 length (little endian), bytes`. Two different lists of fields never give equal bytes."""
+"""Tagged, length-framed fields: `u8 tag, u32 length (little endian), bytes`. Different lists of fields give different bytes."""
 
 from __future__ import annotations
 
