@@ -1,0 +1,174 @@
+"""The HTTP application: routes, bodies, request ids, errors. What an answer is made of lies in `service` and `openai`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headstart import __version__
+from headstart.api import metrics, openai, streaming
+from headstart.api.errors import BodyTooLarge, error_response, plain_response
+from headstart.api.service import Generation, Service
+from headstart.errors import HeadstartError
+
+BODY_BYTES = 32 << 20
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the application that serves what `service` has, now and as it changes."""
+
+    async def health(request: Request) -> Response:
+        status, content = service.health()
+        return _json(content, status, {"retry-after": "2"} if status == 503 else None)
+
+    async def version(request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def scrape(request: Request) -> Response:
+        text = await asyncio.to_thread(service.metrics.exposition)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [service.model_object()]})
+
+    async def model(request: Request) -> Response:
+        return _json(service.model_object(request.path_params["name"]))
+
+    async def chat(request: Request) -> Response:
+        return await answer(request, openai.parse_chat)
+
+    async def completions(request: Request) -> Response:
+        return await answer(request, openai.parse_completion)
+
+    async def answer(request: Request, parse: Callable[[bytes], openai.Ask]) -> Response:
+        served = service.require_served()
+        ask = parse(await _body(request))
+        generation = await service.start(ask)
+        shape = openai.Shape(ask.kind, generation.id, int(time.time()), served.name, ask.include_usage)
+        if ask.stream:
+            return _EventStream(generation, shape)
+        with generation:
+            text = await _unless_gone(request, _whole_text(generation))
+        if text is None:
+            return Response(status_code=499)  # nobody reads it; the log line says "abort"
+        assert generation.finish is not None
+        return _json(shape.whole(text, generation.finish, generation.usage()))
+
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/version", version),
+            Route("/metrics", scrape),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+        ],
+        exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
+    )
+    return _RequestId(app)  # outside of everything, so that the answer to a bug has its id too
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body. Raises BodyTooLarge as soon as it is known to be, without reading the rest."""
+    told = request.headers.get("content-length", "")
+    size = int(told) if told.isdecimal() else 0
+    chunks: list[bytes] = []
+    if size <= BODY_BYTES:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > BODY_BYTES:
+                break
+            chunks.append(chunk)
+    if size > BODY_BYTES:
+        raise BodyTooLarge(f"the body is larger than {BODY_BYTES >> 20} MiB", code="request_too_large")
+    return b"".join(chunks)
+
+
+async def _whole_text(generation: Generation) -> str:
+    return "".join([piece async for piece in generation.pieces() if piece])
+
+
+async def _unless_gone(request: Request, work: Any) -> str | None:
+    """Return what `work` returns, or None, with the work cancelled, when the client goes away first."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task: asyncio.Task[str] = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        leaving.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """A stream that ends its request in the engine however it ends itself, begun or not."""
+
+    def __init__(self, generation: Generation, shape: openai.Shape) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(streaming.events(generation, shape), media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+class _RequestId:
+    """Give every answer an x-request-id: the client's own if it is short and plain, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else f"req_{uuid.uuid4().hex}".encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadstartError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: f"there is no {request.url.path} here", 405: f"{request.method} does not go with {request.url.path}"}
+    headers = dict(error.headers) if error.headers else None
+    return plain_response(error.status_code, said.get(error.status_code, error.detail), headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The error goes on to the server, which logs its traceback."""
+    return plain_response(500, "the server failed on this request; its log has the traceback")
+
+
+def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,0 +1,60 @@
+"""Errors as clients of the OpenAI API expect them: {"error": {message, type, param, code}}, `code` always a string."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from headstart.errors import HeadstartError, RequestError
+
+
+class ModelNotFound(RequestError):
+    status = 404
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+
+
+class TooManyWaiting(RequestError):
+    """The queue is full; the client should come back later."""
+
+    status = 429
+
+
+class NotReady(RequestError):
+    """The model is loading, could not be loaded, or the server is going down."""
+
+    status = 503
+
+
+class GenerationFailed(RequestError):
+    """The engine ended a request with an error after it had accepted it."""
+
+    status = 500
+
+
+def error_object(error: HeadstartError) -> dict[str, Any]:
+    facts = error.facts
+    return {"error": _fields(error.message, _status(error), code=facts.get("code"), param=facts.get("param"))}
+
+
+def error_response(error: HeadstartError) -> JSONResponse:
+    headers = {"retry-after": str(error.facts["retry_after_s"])} if "retry_after_s" in error.facts else None
+    return JSONResponse(error_object(error), status_code=_status(error), headers=headers)
+
+
+def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return the error that stands for an HTTP status alone, such as an unknown path."""
+    return JSONResponse({"error": _fields(message, status, code=None, param=None)}, status_code=status, headers=headers)
+
+
+def _status(error: HeadstartError) -> int:
+    return error.status if isinstance(error, RequestError) else 500
+
+
+def _fields(message: str, status: int, *, code: str | None, param: str | None) -> dict[str, Any]:
+    kind = {404: "not_found_error", 429: "rate_limit_error"}.get(status)
+    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+    return {"message": message, "type": kind, "param": param, "code": code or kind}

@@ -1,0 +1,167 @@
+"""/metrics. Series that dashboards for vLLM know are named as there; the rest begins with headstart_.
+
+Counters are read from the engine and the cache at the moment of the scrape; only the histograms are kept here. Token
+counters, not rates: a rate over any window is the scraper's division. "External" is the disk, as for a KV connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from headstart.cache.prefix_cache import CacheStatistics
+from headstart.engine.base import EngineLoad, Receipt
+
+if TYPE_CHECKING:
+    from headstart.api.service import Service
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_LABELS = ("model_name", "engine")
+_REASONED = ("evicted", "quarantined", "write_failed", "deleted")  # tier counters named <what>_<reason>
+
+
+class Metrics:
+    """One registry a server; nothing global, so that two servers in one process do not mix."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(_Scrape(service))
+
+        def seconds(name: str, about: str) -> Histogram:
+            return Histogram(f"vllm:{name}", about, _LABELS, buckets=_SECONDS, registry=self._registry)
+
+        self._first_token = seconds("time_to_first_token_seconds", "From submitting a request to its first token.")
+        self._whole = seconds("e2e_request_latency_seconds", "From submitting a request to its end.")
+        self._queue = seconds("request_queue_time_seconds", "How long a request waited for the engine.")
+        self._load = Histogram(
+            "headstart_load_seconds", "Reading a cached prefix, verified.", _LABELS, buckets=_SECONDS, registry=self._registry
+        )
+        self._success = Counter(
+            "vllm:request_success", "Requests by how they ended.", (*_LABELS, "finished_reason"), registry=self._registry
+        )
+        self._bytes_read = Counter(
+            "headstart_load_bytes_read", "Bytes of KV read for requests.", _LABELS, registry=self._registry
+        )
+
+    def observe(self, finish: str, receipt: Receipt) -> None:
+        """Count a request that has ended."""
+        labels = _labels(self._service)
+        self._success.labels(*labels, finish).inc()
+        self._whole.labels(*labels).observe(receipt.total_s)
+        self._queue.labels(*labels).observe(receipt.queue_s)
+        self._bytes_read.labels(*labels).inc(receipt.bytes_read)
+        if receipt.first_token_s is not None:
+            self._first_token.labels(*labels).observe(receipt.first_token_s)
+        if receipt.cached_tokens:
+            self._load.labels(*labels).observe(receipt.load_s)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Scrape(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # the registry would otherwise collect once at registration, before there is anything to read
+
+    def collect(self) -> Iterator[Metric]:
+        served = self._service.served
+        yield GaugeMetricFamily("headstart_ready", "1 once the model answers.", value=1 if served else 0)
+        if served is None:
+            return
+        labels = _labels(self._service)
+        statistics = served.cache_statistics()
+        yield from _engine_metrics(served.engine.load(), labels, cached=statistics is not None)
+        if statistics is not None:
+            yield from _cache_metrics(statistics, labels)
+
+
+def _labels(service: Service) -> tuple[str, str]:
+    return (service.served.name if service.served else "", "0")
+
+
+def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) -> Iterator[Metric]:
+    counters = dict(load.counters)
+    prompt = counters.pop("prompt_tokens", 0)
+    memory = counters.pop("cached_memory_tokens", 0)
+    disk = counters.pop("cached_disk_tokens", 0)
+
+    def gauge(name: str, about: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, about, labels=_LABELS)
+        family.add_metric(labels, value)
+        return family
+
+    def counter(name: str, about: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, about, labels=_LABELS)
+        family.add_metric(labels, value)
+        return family
+
+    yield gauge("vllm:num_requests_running", "Requests being computed.", load.running)
+    yield gauge("vllm:num_requests_waiting", "Requests waiting for the engine.", load.waiting)
+    share = load.kv_used_bytes / load.kv_capacity_bytes if load.kv_capacity_bytes else 0.0
+    yield gauge("vllm:kv_cache_usage_perc", "Share of the KV memory of running requests, 0 to 1.", share)
+    yield gauge("headstart_kv_used_bytes", "KV memory of running requests in use.", load.kv_used_bytes)
+    yield gauge("headstart_kv_capacity_bytes", "Bound on the KV memory of running requests.", load.kv_capacity_bytes)
+    yield counter("vllm:prompt_tokens", "Tokens of prompts, cached or not.", prompt)
+    yield counter("vllm:prompt_tokens_cached", "Tokens of prompts that were not computed again.", memory + disk)
+    yield counter("vllm:generation_tokens", "Tokens generated.", counters.pop("generated_tokens", 0))
+    if cached:
+        yield counter("vllm:prefix_cache_queries", "Tokens looked up.", prompt)
+        yield counter("vllm:prefix_cache_hits", "Tokens found in memory.", memory)
+        yield counter(
+            "vllm:external_prefix_cache_queries", "Tokens looked up on disk: those not found in memory.", prompt - memory
+        )
+        yield counter("vllm:external_prefix_cache_hits", "Tokens found on disk.", disk)
+    by_source = CounterMetricFamily("vllm:prompt_tokens_by_source", "Tokens of prompts by source.", labels=(*_LABELS, "source"))
+    for source, tokens in (
+        ("local_compute", prompt - memory - disk),
+        ("local_cache_hit", memory),
+        ("external_kv_transfer", disk),
+    ):
+        by_source.add_metric((*labels, source), tokens)
+    yield by_source
+    for name, value in sorted(counters.items()):
+        yield counter(f"headstart_engine_{name}", "A counter of the engine.", value)
+
+
+def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
+    for name, value in sorted(statistics.counters.items()):
+        family = CounterMetricFamily(f"headstart_cache_{_word(name)}", "A counter of the prefix cache.", labels=_LABELS)
+        family.add_metric(labels, value)
+        yield family
+    with_tier = (*_LABELS, "tier")
+    for measure, about in (
+        ("capacity_bytes", "Most that the tier may hold."),
+        ("allocated_bytes", "What the medium charges."),
+        ("live_bytes", "Bytes that can be found."),
+        ("extents", "Extents held."),
+        ("blocks", "Blocks held."),
+    ):
+        gauge = GaugeMetricFamily(f"headstart_tier_{measure}", about, labels=with_tier)
+        for tier in statistics.tiers:
+            gauge.add_metric((*labels, tier.name), getattr(tier, measure))
+        yield gauge
+    families: dict[str, CounterMetricFamily] = {}
+    for tier in statistics.tiers:
+        for counter, value in tier.counters.items():
+            what = next((what for what in _REASONED if counter.startswith(what + "_")), None)
+            name, reason = (what, counter[len(what) + 1 :]) if what else (counter, "")
+            if name not in families:
+                families[name] = CounterMetricFamily(
+                    f"headstart_tier_{_word(name)}", "A counter of the tier.", labels=(*with_tier, "reason")
+                )
+            families[name].add_metric((*labels, tier.name, reason), value)
+    yield from families.values()
+
+
+def _word(name: str) -> str:
+    return "".join(c if c.isalnum() or c == "_" else "_" for c in name)

@@ -1,0 +1,312 @@
+"""The served model through its life (loading, ready, failed, closing) and its requests in flight.
+
+The bridge between two worlds: the engine calls back on its own thread, the server lives on an event loop. Everything here
+runs on the loop, except `progress`, `ready` and `failed`, which the loading thread calls, and templates and tokenisers,
+which run in a small pool so that a long prompt does not hold up other streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooManyWaiting
+from headstart.api.metrics import Metrics
+from headstart.api.openai import Ask, usage_of
+from headstart.cache.prefix_cache import CacheStatistics
+from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, Sampling, TokenEvent
+from headstart.errors import ContextLengthExceeded, HeadstartError
+
+log = logging.getLogger("headstart")
+
+KEEPALIVE_S = 10.0
+RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for the engine's last word
+_NAMES_LOGGED = 256  # different ignored names that are logged before the log falls silent
+
+
+class Text(Protocol):
+    """Token ids of one answer becoming text; `render.TextStream` is the one that ships."""
+
+    stopped: bool
+
+    def push(self, token: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that is ready: how prompts become ids, ids become text, and what its makers recommend for sampling."""
+
+    name: str
+    engine: Engine
+    chat: Callable[[Ask], tuple[int, ...]]
+    completion: Callable[[Ask], tuple[int, ...]]
+    text: Callable[[tuple[str, ...]], Text]
+    stop_ids: frozenset[int]
+    defaults: Sampling = field(default_factory=Sampling)
+    note: str | None = None
+    cache_statistics: Callable[[], CacheStatistics | None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    stage: str
+    progress: float | None  # 0 … 1, None where it cannot be known
+
+
+class Service:
+    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included."""
+
+    def __init__(self, *, max_waiting: int = 256, keepalive_s: float = KEEPALIVE_S) -> None:
+        self.keepalive_s = keepalive_s
+        self.metrics = Metrics(self)
+        self.created = int(time.time())
+        self._max_waiting = max_waiting
+        self._state: Loading | Served | HeadstartError = Loading("starting", None)
+        self._closing = False
+        self._preparing = 0
+        self._flights: dict[str, Generation] = {}
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
+        self._logged: set[tuple[str, str]] = set()
+
+    def progress(self, stage: str, fraction: float | None = None) -> None:
+        self._state = Loading(stage, fraction)
+
+    def ready(self, served: Served) -> None:
+        self._state = served
+
+    def failed(self, error: HeadstartError) -> None:
+        self._state = error
+
+    @property
+    def served(self) -> Served | None:
+        return self._state if isinstance(self._state, Served) else None
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Return an HTTP status and what /health says."""
+        state = self._state
+        if isinstance(state, Loading):
+            return 503, {"status": "loading", "stage": state.stage, "progress": state.progress}
+        if isinstance(state, HeadstartError):
+            return 503, {"status": "failed", "error": state.message}
+        info = state.engine.info
+        status = {"status": "closing" if self._closing else "ok", "model": state.name, "note": state.note}
+        facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": info.cache}
+        return 503 if self._closing else 200, status | facts
+
+    def require_served(self) -> Served:
+        """Return the model. Raises NotReady while it loads, when it could not be loaded, and when the server goes down."""
+        state = self._state
+        if self._closing:
+            raise NotReady("the server is shutting down", code="shutting_down", retry_after_s=5)
+        if isinstance(state, Loading):
+            done = "" if state.progress is None else f" ({state.progress:.0%})"
+            raise NotReady(f"the model is still loading: {state.stage}{done}", code="model_loading", retry_after_s=2)
+        if isinstance(state, HeadstartError):
+            raise NotReady(f"the model could not be loaded: {state.message}", code="model_failed")
+        return state
+
+    def model_object(self, name: str | None = None) -> dict[str, Any]:
+        """Return what /v1/models says of the served model. Raises ModelNotFound for another `name`."""
+        served = self.require_served()
+        if name is not None and name != served.name:
+            raise ModelNotFound(f"there is no model {name!r} here; this server has {served.name!r}", code="model_not_found")
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "headstart",
+            "max_model_len": served.engine.info.context_tokens,
+        }
+
+    async def start(self, ask: Ask) -> Generation:
+        """Tokenise and submit. Raises RequestError for whatever can be known before the first token."""
+        served = self.require_served()
+        self._log_ignored("field", ask.ignored)
+        if ask.model is not None and ask.model != served.name:
+            self._log_ignored("model name", [ask.model])
+        if served.engine.load().waiting + self._preparing >= self._max_waiting:
+            raise TooManyWaiting(
+                f"{self._max_waiting} requests are waiting already; try again in a moment",
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+            )
+        self._preparing += 1
+        try:
+            render = served.chat if ask.kind == "chat" else served.completion
+            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, render, ask)
+            generation = Generation(self, served, ask, _request(served, ask, prompt))
+            generation.submit()
+        finally:
+            self._preparing -= 1
+        return generation
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, let those in flight end, abort what is left after `timeout_s`."""
+        self._closing = True
+        if self._flights:
+            log.info("shutting down: %d requests still run, they have %g seconds", len(self._flights), timeout_s)
+        ends = time.monotonic() + timeout_s
+        while self._flights and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+        for generation in list(self._flights.values()):
+            generation.abort()
+
+    def close(self) -> None:
+        self._closing = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def landed(self, generation: Generation) -> None:
+        self._flights.pop(generation.id, None)
+
+    def took_off(self, generation: Generation) -> None:
+        self._flights[generation.id] = generation
+
+    def _log_ignored(self, what: str, names: Iterable[str]) -> None:
+        new = [name for name in names if (what, name) not in self._logged]
+        if new and len(self._logged) < _NAMES_LOGGED:
+            self._logged.update((what, name) for name in new)
+            log.info("ignoring unknown %s %s", what, ", ".join(repr(name[:64]) for name in new))
+
+
+class Generation:
+    """One request in flight: its text as it comes, then `finish`, `receipt` and `completion_tokens`.
+
+    Use as a context manager: leaving it before the end, for whatever reason, aborts the request in the engine."""
+
+    def __init__(self, service: Service, served: Served, ask: Ask, request: GenerationRequest) -> None:
+        self.id = request.id
+        self.finish: FinishReason | None = None
+        self.receipt: Receipt | None = None
+        self.error: str | None = None
+        self.completion_tokens = 0
+        self._service = service
+        self._engine = served.engine
+        self._request = request
+        self._text = served.text(ask.stop)
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # bounded by max_tokens, which the context bounds
+
+    def submit(self) -> None:
+        self._engine.submit(self._request, self._on_event)
+        self._service.took_off(self)
+
+    def abort(self) -> None:
+        self._engine.abort(self.id)
+
+    async def pieces(self) -> AsyncIterator[str | None]:
+        """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed."""
+        while True:
+            try:
+                async with asyncio.timeout(self._service.keepalive_s):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
+            if event.token is not None:
+                self.completion_tokens += 1
+                if text := self._text.push(event.token):
+                    yield text
+                if self._text.stopped and event.finish is None:
+                    await self._stop()
+                    return
+            if event.finish is not None:
+                break
+        if text := self._text.finish():
+            yield text
+        if self._text.stopped:
+            self.finish = "stop"
+        if event.finish == "error":
+            raise GenerationFailed(event.error or "the engine failed", code="generation_failed")
+        if event.finish == "abort":
+            raise NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)
+
+    def usage(self) -> dict[str, Any]:
+        receipt = self.receipt or Receipt(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        return usage_of(receipt, completion_tokens=self.completion_tokens)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.receipt is None:
+            self.abort()
+
+    async def _stop(self) -> None:
+        """A stop text appeared: the engine need not go on, but its receipt says what was cached."""
+        self.finish = "stop"
+        self.abort()
+        with_receipt_by = self._loop.time() + RECEIPT_WAIT_S
+        while self.receipt is None and (left := with_receipt_by - self._loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._events.get()
+            except TimeoutError:
+                return
+
+    def _on_event(self, event: TokenEvent) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._receive, event)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._service.landed(self)
+
+    def _receive(self, event: TokenEvent) -> None:
+        self._events.put_nowait(event)
+        if event.finish is not None:
+            self.finish = self.finish or event.finish
+            self.receipt = event.receipt
+            self.error = event.error
+            self._service.landed(self)
+            if event.receipt is not None:
+                self._service.metrics.observe(self.finish, event.receipt)
+                log.info("%s", _request_line(self.id, self.finish, event.receipt, self.error))
+
+
+def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationRequest:
+    context = served.engine.info.context_tokens
+    if len(prompt) >= context:
+        error = ContextLengthExceeded(
+            f"the prompt has {len(prompt)} tokens, but the context of {served.name} is {context} tokens and an answer needs "
+            "at least one; shorten the prompt",
+            prompt_tokens=len(prompt),
+            context_tokens=context,
+        )
+        error.facts["param"] = ask.prompt_param
+        raise error
+    # Clients ask for their favourite number of tokens whatever the model: what does not fit is not refused, the answer
+    # ends at the context with finish_reason "length".
+    room = context - len(prompt)
+    defaults = served.defaults
+    return GenerationRequest(
+        id=f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+        prompt=prompt,
+        max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
+        sampling=Sampling(
+            temperature=defaults.temperature if ask.temperature is None else ask.temperature,
+            top_p=defaults.top_p if ask.top_p is None else ask.top_p,
+            top_k=defaults.top_k if ask.top_k is None else ask.top_k,
+            seed=ask.seed,
+        ),
+        stop_ids=served.stop_ids,
+        salt=ask.salt,
+    )
+
+
+def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error: str | None) -> str:
+    """One line a request: what came from where, how soon, how fast."""
+    new = receipt.prompt_tokens - receipt.cached_tokens
+    ttft = "none" if receipt.first_token_s is None else f"{receipt.first_token_s:.3f} s"
+    decode_s = receipt.total_s - (receipt.first_token_s or 0.0)
+    rate = (receipt.completion_tokens - 1) / decode_s if receipt.completion_tokens > 1 and decode_s > 0 else 0.0
+    return (
+        f"{request_id} prompt {receipt.prompt_tokens}, cached {receipt.cached_memory_tokens} from memory and "
+        f"{receipt.cached_disk_tokens} from disk, new {new}; first token {ttft}; {receipt.completion_tokens} tokens, "
+        f"{rate:.1f} tokens/s; {finish}" + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
+    )

@@ -1,0 +1,174 @@
+"""Wrong use over HTTP: each mistake has a status, a stable code, the parameter and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from api.serving import Running, running, served
+from headstart.api import app
+from headstart.errors import ModelError
+from headstart.testing.fake_engine import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(FakeEngine(context_tokens=100)) as server:
+        yield server
+
+
+def post(server: Running, body: Any, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = httpx.post(server.url + path, timeout=20, **content)
+    assert response.headers["x-request-id"]
+    found: dict[str, Any] = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert isinstance(found["code"], str)
+    return response.status_code, found
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"max_tokens": -5}, "max_tokens", "max_tokens must be at least 1, but is -5"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "must be at least 1"),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens is wrong: expected int | null, got str"),
+        ({"temperature": -1}, "temperature", "between 0 and 100"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_k": -2}, "top_k", "0 (all tokens) or more"),
+        ({"n": 3}, "n", "must be 1, but is 3"),
+        ({"cache_salt": ""}, "cache_salt", "1 to 1024 characters"),
+        ({"cache_salt": "s" * 1025}, "cache_salt", "1 to 1024 characters"),
+        ({"stop": 5}, "stop", "stop is wrong"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "messages is wrong"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "must be a string"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", "expected bool"),
+    ],
+)
+def test_a_wrong_parameter_is_named(server: Running, change: dict[str, Any], param: str, says: str) -> None:
+    status, error = post(server, {"messages": MESSAGES} | change)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert says in error["message"]
+
+
+def test_a_missing_parameter_is_named(server: Running) -> None:
+    assert post(server, {"model": "fake"})[1]["message"] == "messages is missing"
+    assert post(server, {"model": "fake"}, "/v1/completions")[1]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b"[1]", b'"text"', b"[" * 100_000])
+def test_invalid_json_is_a_400(server: Running, body: bytes) -> None:
+    status, error = post(server, body)
+    assert (status, error["code"]) == (400, "invalid_json")
+
+
+def test_several_prompts_and_echo_are_refused_in_a_sentence(server: Running) -> None:
+    assert "2 prompts" in post(server, {"prompt": ["a", "b"]}, "/v1/completions")[1]["message"]
+    assert post(server, {"prompt": "a", "echo": True}, "/v1/completions")[1]["param"] == "echo"
+    assert post(server, {"prompt": ""}, "/v1/completions")[1]["param"] == "prompt"
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(server: Running) -> None:
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "y" * 200}])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert "206" in caught.value.message
+    assert "100" in caught.value.message
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="fake", prompt="y" * 200, stream=True)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_BYTES", 1000)
+    assert post(server, b"x" * 1001)[0] == 413
+    chunked = httpx.post(f"{server.url}/v1/chat/completions", content=iter([b"x" * 600] * 2), timeout=20)
+    assert (chunked.status_code, chunked.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_unknown_paths_and_methods_answer_in_json(server: Running) -> None:
+    assert post(server, {}, "/v1/embeddings")[0] == 404
+    response = httpx.get(f"{server.url}/v1/chat/completions")
+    assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_a_request_id_is_kept_if_plain_and_replaced_if_not(server: Running) -> None:
+    assert httpx.get(f"{server.url}/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert httpx.get(f"{server.url}/version", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_a_bug_is_a_500_with_a_sentence_and_the_server_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: object, on_event: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server.engine), "submit", lambda self, request, on_event: broken(request, on_event))
+        status, error = post(server, {"messages": MESSAGES})
+    assert (status, error["type"]) == (500, "server_error")
+    assert "planted" not in error["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_more_than_may_wait_is_a_429_and_the_client_comes_back() -> None:
+    with running(FakeEngine(answer=b"ok", max_running=1), max_waiting=1) as server:
+        server.engine.gate.clear()
+        streams = []
+        with server.client() as client:
+            for _ in range(2):  # one runs, one waits
+                streams.append(
+                    client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], stream=True)
+                )
+                wait_until(lambda: server.engine.load().running == 1)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+            assert caught.value.response.headers["retry-after"] == "1"
+            server.engine.gate.set()
+            with server.client(retries=2) as patient:
+                answer = patient.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}])
+            assert answer.choices[0].message.content == "ok"
+            for stream in streams:
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "ok"
+
+
+def test_before_it_is_ready_the_server_says_how_far_it_is() -> None:
+    with running(FakeEngine(answer=b"ok"), ready=False) as server:
+        server.service.progress("reading weights", 0.25)
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()) == (
+            503,
+            {"status": "loading", "stage": "reading weights", "progress": 0.25},
+        )
+        response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": MESSAGES})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+        assert response.json()["error"]["code"] == "model_loading"
+        assert "reading weights (25%)" in response.json()["error"]["message"]
+        assert "headstart_ready 0.0" in httpx.get(f"{server.url}/metrics").text
+
+        server.service.failed(ModelError("there is no model of that name"))
+        assert httpx.get(f"{server.url}/health").json() == {"status": "failed", "error": "there is no model of that name"}
+        with server.client() as client, pytest.raises(openai.InternalServerError, match="no model of that name"):
+            client.models.list()
+
+        server.service.ready(served(server.engine))
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "ok"
+        assert health.json()["cache"] == server.engine.info.cache
+
+
+def wait_until(condition: Any) -> None:
+    import threading
+
+    for _ in range(500):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("did not come true within five seconds")
