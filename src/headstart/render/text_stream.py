@@ -1,0 +1,75 @@
+"""Token ids becoming text while they arrive: only what later tokens cannot change is handed out.
+
+Held back are the bytes of an unfinished character and text that may be the beginning of a stop string:
+
+    tokens ─▶ window of recent ids ─▶ new text ─▶ held │ safe ─▶ client
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headstart.errors import RequestError
+from headstart.render.renderer import Renderer
+
+_UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+
+
+class TextStream:
+    """All pushes and the finish joined are `renderer.decode(tokens)` up to where the first stop string to be complete begins.
+
+    Of stop strings that are complete at the same character the longest counts. Not safe between threads."""
+
+    def __init__(self, renderer: Renderer, stop: Sequence[str] = ()) -> None:
+        for i, text in enumerate(stop):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop[{i}] must be a string that is not empty", param="stop")
+        self.stopped = False
+        self._renderer = renderer
+        self._stop = tuple(stop)
+        self._held = ""
+        self._window: list[int] = []  # ids already shown, kept as context, then ids that are not
+        self._context = 0  # how many of them are context
+        self._shown = ""  # the context's text
+
+    def push(self, token: int) -> str:
+        """Return the text that is safe to send after `token`; nothing once a stop string was met."""
+        if self.stopped:
+            return ""
+        self._window.append(token)
+        text = self._renderer.decode(self._window)
+        if text.endswith(_UNFINISHED) or len(text) <= len(self._shown):
+            return ""
+        new = text[len(self._shown) :]
+        # A decoder may treat a text's first token apart (it drops its space), so new ids are decoded behind older ones.
+        self._window = self._window[self._context :]
+        self._context = len(self._window)
+        self._shown = self._renderer.decode(self._window)
+        return self._release(new)
+
+    def finish(self) -> str:
+        """Return what is still held: no token follows. Twice is fine."""
+        if self.stopped:
+            return ""
+        rest = self._renderer.decode(self._window)[len(self._shown) :]
+        self._window, self._context, self._shown = [], 0, ""
+        safe = self._release(rest)
+        if not self.stopped:
+            safe, self._held = safe + self._held, ""
+        return safe
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        met = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if met:
+            self.stopped, self._held = True, ""
+            return text[: min(met)[1]]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, less than the whole of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
