@@ -1,0 +1,278 @@
+"""The memory tier: whole extent images, the same bytes as on a medium, in one arena of huge pages. Gone with the process.
+
+The least recently used extent that no lease protects gives way first. Its bytes were sealed in this process and lie in this
+process's memory, hence `trusted`: whoever loads from here need not verify them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from threading import Lock
+
+import numpy as np
+
+from headstart.block.extent import decode_header
+from headstart.block.representation import Representation
+from headstart.errors import StoreError
+from headstart.metrics import Counters
+from headstart.tier.arena import ALIGNMENT, Arena, Region
+from headstart.tier.base import ExtentId, ExtentInfo, Placement, Problem, ReadRange, TierStatistics, WriteOutcome
+
+_POSITION_BITS = 24  # an index entry packs extent id and the block's place in it into one int
+
+
+@dataclass(slots=True)
+class _Extent:
+    id: ExtentId
+    representation: bytes
+    keys: tuple[bytes, ...]
+    header_bytes: int
+    region: Region
+    created_ms: int
+    retention: str
+    last_used: int
+    leases: int = 0
+
+
+class MemoryTier:
+    """Extents in memory, at most `capacity_bytes` of them. See `Tier` for the verbs.
+
+    One short lock guards the books; bytes are copied outside it, into and out of regions that are retained meanwhile."""
+
+    name = "memory"
+    trusted = True
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < ALIGNMENT:
+            raise ValueError(f"a memory tier of {capacity_bytes} bytes holds nothing; give at least {ALIGNMENT}")
+        self._capacity_bytes = capacity_bytes
+        # Not touched at start: gigabytes of page faults would delay it by seconds, and only the saver's thread pays here.
+        self._arena = Arena(capacity_bytes // ALIGNMENT * ALIGNMENT, name="memory tier")
+        self._lock = Lock()
+        self._closed = False
+        self._extents: OrderedDict[ExtentId, _Extent] = OrderedDict()  # least recently used first
+        self._index: dict[bytes, dict[bytes, int]] = {}  # representation → key → extent id and position
+        self._next_id = 0
+        self._uses = 0
+        self._leased_bytes = 0
+        self._counters = Counters()
+
+    def max_extent_bytes(self, representation: Representation) -> int:
+        """Return the largest image that `write` takes."""
+        return self._arena.capacity_bytes
+
+    def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
+        with self._lock:
+            index = self._index.get(representation, {})
+            found = np.fromiter(map(index.get, keys, repeat(-1)), np.int64, len(keys))
+        positions = np.where(found < 0, 0, found & ((1 << _POSITION_BITS) - 1)).astype(np.int32)
+        return Placement(extents=found >> _POSITION_BITS, positions=positions)
+
+    def info(self, extent: ExtentId) -> ExtentInfo | None:
+        with self._lock:
+            found = self._extents.get(extent)
+            return None if found is None else _info(found)
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        with self._lock:
+            found = [self._extents.get(extent) for extent in extents]
+            for one in found:
+                if one is not None:
+                    one.leases += 1
+                    if one.leases == 1:
+                        self._leased_bytes += one.region.nbytes
+            return [one is not None for one in found]
+
+    def release(self, extents: Sequence[ExtentId]) -> None:
+        with self._lock:
+            for extent in extents:
+                found = self._extents.get(extent)
+                if found is None or found.leases == 0:
+                    continue
+                found.leases -= 1
+                if found.leases == 0:
+                    self._leased_bytes -= found.region.nbytes
+                    if self._closed:
+                        self._remove(found)
+
+    def read(self, reads: Sequence[ReadRange]) -> int:
+        total = 0
+        for read in reads:
+            with self._lock:
+                found = self._extents.get(read.extent)
+                if found is None:
+                    raise StoreError(f"tier {self.name!r}: extent {read.extent} is gone", tier=self.name, extent=read.extent)
+                region = found.region
+                region.retain()
+            try:
+                total += _scatter(region, read)
+            finally:
+                region.release()
+        self._counters.add("bytes_read", total)
+        return total
+
+    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+        header = decode_header(image, representation)
+        if image.nbytes > self._arena.capacity_bytes:
+            return self._refused("too-large")
+        with self._lock:
+            if self._closed:
+                return self._refused("stopped")
+            if self._holds(header.representation, header.keys):
+                return WriteOutcome(stored=True, reason="present")
+            region = self._make_room(image.nbytes)
+        if region is None:
+            return self._refused("full")
+        np.copyto(np.frombuffer(region.view, np.uint8), np.frombuffer(image, np.uint8))
+        with self._lock:
+            if self._closed or self._holds(header.representation, header.keys):  # closed, or overtaken by a twin, while copying
+                region.release()
+                return self._refused("stopped") if self._closed else WriteOutcome(stored=True, reason="present")
+            self._next_id += 1
+            self._uses += 1
+            extent = _Extent(
+                id=ExtentId(self._next_id),
+                representation=header.representation,
+                keys=header.keys,
+                header_bytes=header.layout(representation).header_bytes,
+                region=region,
+                created_ms=header.created_ms,
+                retention=retention,
+                last_used=self._uses,
+            )
+            self._extents[extent.id] = extent
+            index = self._index.setdefault(extent.representation, {})
+            for position, key in enumerate(extent.keys):
+                index[key] = extent.id << _POSITION_BITS | position
+        self._counters.add("bytes_written", image.nbytes)
+        return WriteOutcome(stored=True, reason="written")
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        with self._lock:
+            for extent in reversed(extents):
+                found = self._extents.get(extent)
+                if found is not None:
+                    self._uses += 1
+                    found.last_used = self._uses
+                    self._extents.move_to_end(extent)
+
+    def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
+        with self._lock:
+            found = [one for extent in dict.fromkeys(extents) if (one := self._extents.get(extent)) and not one.leases]
+            for one in found:
+                self._remove(one)
+        if found:
+            self._counters.add(f"deleted_{reason}", len(found))
+        return len(found)
+
+    def scan(self) -> Iterator[ExtentInfo]:
+        with self._lock:
+            found = [_info(extent) for extent in self._extents.values()]
+        return iter(found)
+
+    def statistics(self) -> TierStatistics:
+        with self._lock:
+            return TierStatistics(
+                name=self.name,
+                capacity_bytes=self._capacity_bytes,
+                allocated_bytes=self._arena.used_bytes,
+                live_bytes=sum(extent.region.nbytes for extent in self._extents.values()),
+                extents=len(self._extents),
+                blocks=sum(len(extent.keys) for extent in self._extents.values()),
+                counters=self._counters.snapshot(),
+            )
+
+    def check(self) -> list[Problem]:
+        """Compare index, extents and arena. Only meaningful while nothing is being written or read."""
+        problems = []
+        with self._lock:
+            for index in self._index.values():
+                for key, packed in index.items():
+                    extent = self._extents.get(ExtentId(packed >> _POSITION_BITS))
+                    position = packed & ((1 << _POSITION_BITS) - 1)
+                    if extent is None or position >= len(extent.keys) or extent.keys[position] != key:
+                        problems.append(Problem(f"memory, block {key.hex()[:16]}", "the index points at an extent without it"))
+            held = sum(-(-extent.region.nbytes // ALIGNMENT) * ALIGNMENT for extent in self._extents.values())
+            if held != self._arena.used_bytes:
+                problems.append(Problem("memory", f"extents hold {held} bytes, the arena counts {self._arena.used_bytes}"))
+            leased = sum(extent.region.nbytes for extent in self._extents.values() if extent.leases)
+            if leased != self._leased_bytes:
+                problems.append(Problem("memory", f"{leased} bytes are under a lease, {self._leased_bytes} are counted"))
+        return problems
+
+    def close(self) -> None:
+        """Take no more writes and forget what no lease holds. What is leased stays readable until it is released."""
+        with self._lock:
+            self._closed = True
+            for extent in [extent for extent in self._extents.values() if not extent.leases]:
+                self._remove(extent)
+            self._arena.close()
+
+    def __repr__(self) -> str:
+        return f"<MemoryTier {self._arena.used_bytes} of {self._capacity_bytes} bytes used>"
+
+    def _refused(self, reason: str) -> WriteOutcome:
+        self._counters.add(f"write_failed_{reason}")
+        return WriteOutcome(stored=False, reason=reason)
+
+    def _holds(self, representation: bytes, keys: Sequence[bytes]) -> bool:
+        index = self._index.get(representation, {})
+        return all(key in index for key in keys)
+
+    def _make_room(self, nbytes: int) -> Region | None:
+        """Evict, oldest first, until `nbytes` lie free in one run; None, and nothing evicted, where leases leave too little."""
+        if nbytes > self._arena.capacity_bytes - self._leased_bytes:
+            return None
+        region = self._arena.allocate(nbytes)
+        if region is None:
+            for extent in [extent for extent in self._extents.values() if not extent.leases]:
+                self._remove(extent)
+                self._counters.add("evicted_capacity")
+                region = self._arena.allocate(nbytes)
+                if region is not None:
+                    break
+        return region
+
+    def _remove(self, extent: _Extent) -> None:
+        del self._extents[extent.id]
+        index = self._index[extent.representation]
+        for key in extent.keys:
+            # A block that a younger extent holds as well is found there; one that the older held too is forgotten with the
+            # younger: a miss, for blocks that are hardly ever stored twice.
+            if index.get(key, -1) >> _POSITION_BITS == extent.id:
+                del index[key]
+        extent.region.release()
+
+
+def _scatter(region: Region, read: ReadRange) -> int:
+    nbytes = sum(buffer.nbytes for buffer in read.buffers)
+    if read.offset < 0 or read.offset + nbytes > region.nbytes:
+        raise StoreError(
+            f"tier 'memory': bytes {read.offset} to {read.offset + nbytes} of an extent of {region.nbytes} were asked for",
+            tier="memory",
+            extent=read.extent,
+        )
+    source = np.frombuffer(region.view, np.uint8)
+    at = read.offset
+    for buffer in read.buffers:
+        if buffer.nbytes:
+            np.copyto(np.frombuffer(buffer, np.uint8), source[at : at + buffer.nbytes])  # without the GIL
+            at += buffer.nbytes
+    return nbytes
+
+
+def _info(extent: _Extent) -> ExtentInfo:
+    return ExtentInfo(
+        id=extent.id,
+        representation=extent.representation,
+        keys=extent.keys,
+        blocks=len(extent.keys),
+        header_bytes=extent.header_bytes,
+        extent_bytes=extent.region.nbytes,
+        created_ms=extent.created_ms,
+        last_used=extent.last_used,
+        retention=extent.retention,
+    )

@@ -1,0 +1,90 @@
+"""Runs of bytes that are spread over several buffers: cut, copied, checked for alignment. Nothing here owns memory.
+
+Copies go through NumPy because it lets go of the GIL while it copies; a slice assignment of memoryviews does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headstart.tier.arena import ALIGNMENT, HUGE_PAGE, Arena
+
+
+def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Return the buffers as bytes, whatever format or shape they came in. Raises TypeError where one is not contiguous."""
+    return [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
+
+
+def total_bytes(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memoryview]]:
+    """Return, for consecutive runs of `sizes` bytes, the parts of `buffers` that hold each. Together they must suffice."""
+    runs = []
+    rest = iter(buffers)
+    left = memoryview(b"")
+    for size in sizes:
+        run = []
+        while size:
+            if not left.nbytes:
+                left = next(rest)
+            part = left[:size]
+            left = left[part.nbytes :]
+            size -= part.nbytes
+            if part.nbytes:
+                run.append(part)
+        runs.append(run)
+    return runs
+
+
+def gather(source: Sequence[memoryview], into: memoryview) -> None:
+    """Copy buffers one behind the other into one that is as long as they are together."""
+    target = np.frombuffer(into, np.uint8)
+    at = 0
+    for buffer in source:
+        if buffer.nbytes:
+            np.copyto(target[at : at + buffer.nbytes], np.frombuffer(buffer, np.uint8))
+            at += buffer.nbytes
+    assert at == into.nbytes
+
+
+def scatter(source: memoryview, into: Sequence[memoryview]) -> None:
+    """Copy one buffer into several that are as long together."""
+    data = np.frombuffer(source, np.uint8)
+    at = 0
+    for buffer in into:
+        if buffer.nbytes:
+            np.copyto(np.frombuffer(buffer, np.uint8), data[at : at + buffer.nbytes])
+            at += buffer.nbytes
+    assert at == source.nbytes
+
+
+def is_aligned(buffers: Sequence[memoryview]) -> bool:
+    """True where direct I/O can go straight into every buffer: addresses and lengths are multiples of 4 KiB."""
+    return all(
+        buffer.nbytes % ALIGNMENT == 0 and np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT == 0
+        for buffer in buffers
+        if buffer.nbytes
+    )
+
+
+class Staging:
+    """One thread's aligned buffer for bytes on their way; `take(nbytes)` gives its front and takes back what was given before.
+
+    A buffer a thread instead of a shared pool: nobody ever waits for one, and the bound is threads × the largest request."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._memory = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes > self._memory.nbytes:
+            self._memory = memoryview(b"")  # unmap the old one before the new one is mapped
+            with Arena(max(nbytes, HUGE_PAGE), name=self._name) as arena:
+                region = arena.allocate(arena.capacity_bytes)
+                assert region is not None  # the whole of a fresh arena
+                self._memory = region.view  # which keeps the mapping of the closed arena
+        return self._memory[:nbytes]

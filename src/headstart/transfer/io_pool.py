@@ -1,0 +1,102 @@
+"""Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
+
+A job reads at most some 2 MiB at a time, so bytes in flight are bounded by threads × request size: enough depth for the
+device, and a layer that is wanted first never waits behind tens of megabytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import count
+from threading import Condition, Thread
+from typing import Protocol
+
+from headstart.errors import StoreError
+from headstart.metrics import Counters
+from headstart.transfer.buffers import Staging
+
+REQUEST_BYTES = 2 << 20  # larger reads are split, at piece edges
+
+_log = logging.getLogger(__name__)
+
+
+class Job(Protocol):
+    """Exactly one of `run` and `abandon` is the end of a job; an exception out of `run` is followed by `abandon`."""
+
+    @property
+    def urgency(self) -> tuple[int, ...]:
+        """Lower runs first: the load's turn, then the layer, then the place in the prompt."""
+        ...
+
+    def run(self, staging: Staging) -> None: ...
+
+    def abandon(self, error: Exception) -> None: ...
+
+
+class IOPool:
+    """`threads` daemon threads named after the tier. Safe from many threads; `close` twice is fine."""
+
+    def __init__(self, name: str, *, threads: int = 8) -> None:
+        if threads < 1:
+            raise ValueError(f"pool {name!r} needs at least one thread, got {threads}")
+        self.name = name
+        self.counters = Counters()
+        self._condition = Condition()
+        self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival
+        self._arrivals = count()
+        self._closed = False
+        self._threads = [Thread(target=self._work, name=f"{name}-read-{n}", daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs. After `close` they are abandoned at once."""
+        entries = [(job.urgency, next(self._arrivals), job) for job in jobs]
+        with self._condition:
+            accepted = not self._closed
+            if accepted:
+                for entry in entries:
+                    heappush(self._queue, entry)
+                self._condition.notify(len(entries))
+        if not accepted:
+            self._abandon([job for _, _, job in entries])
+
+    def close(self, timeout_s: float = 5.0) -> int:
+        """Abandon what is queued, wait for what runs; return how many threads are stuck in a read and were left behind."""
+        with self._condition:
+            self._closed = True
+            dropped = [job for _, _, job in self._queue]
+            self._queue.clear()
+            self._condition.notify_all()
+        self._abandon(dropped)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = sum(thread.is_alive() for thread in self._threads)
+        if stuck:
+            _log.warning("tier %r: %d read threads did not end within %.1f s and were left behind", self.name, stuck, timeout_s)
+        return stuck
+
+    def _work(self) -> None:
+        staging = Staging(f"{self.name} staging")
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()  # idle: bounded by close(), which every owner calls
+                if self._closed:
+                    return
+                _, _, job = heappop(self._queue)
+            try:
+                job.run(staging)
+            except Exception as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
+                self.counters.add("job_errors")
+                _log.exception("tier %r: a read job failed unexpectedly", self.name)
+                job.abandon(error)
+            del job  # an idle thread keeps no destination alive
+
+    def _abandon(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.abandon(StoreError(f"tier {self.name!r} is closed", tier=self.name, reason="closed"))

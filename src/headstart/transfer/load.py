@@ -1,0 +1,213 @@
+"""A load in flight: which layers are there, what is good, what went wrong, who waits. The reading itself is `span.py`'s.
+
+The pieces of a hit are numbered 0 … P-1 in the order of the prompt. `limit` is the first piece that is known to be unusable;
+it only ever falls. A piece has ended in a layer when no read can touch its destination any more, for better or worse:
+
+    layer l may be attended    ⇔ all P pieces have ended in l and nothing has failed anywhere
+    the load is done           ⇔ all P pieces have ended in all layers; then exactly the pieces before `limit` are good
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import Protocol
+
+from headstart.block.representation import Representation
+from headstart.errors import LoadFailed
+
+_log = logging.getLogger(__name__)
+
+
+class KVView(Protocol):
+    """An engine's KV memory of one request, seen as pieces. The same shape serves loading (writable) and saving (readable).
+
+    Called from reading threads, several at a time, and from the saver's thread."""
+
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview]:
+        """Return buffers that together hold pieces first … first+len(sizes)-1 of `layer`, in order; `sizes[i]` is the bytes of
+        piece first+i. When saving an opaque representation sizes are 0 and the view decides. Large aligned buffers are read
+        into directly; others go through staging."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended a piece badly. `source`: index of the span it was read from, as given to the load."""
+
+    source: int
+    piece: int
+    reason: str  # "corrupt", "read", "collision", "stale", "gone", "error", "closed", "cancelled"
+    message: str
+
+
+class Load:
+    """A load in flight. Every wait has a deadline.
+
+    Attributes once done: `usable_tokens`, `bytes_read`, `tokens_by_tier` ({"memory": n, "disk": m}, only what was
+    verified), `seconds`."""
+
+    def __init__(
+        self,
+        pieces_by_source: Sequence[tuple[str, int]],
+        *,
+        representation: Representation,
+        timeout_s: float,
+        settle: Callable[[Load], None],
+    ) -> None:
+        """`pieces_by_source`: (tier name, pieces) in the order of the prompt. `settle` is called once, with the numbers final
+        and before anyone is told that the load is done."""
+        self.representation = representation
+        self.started = time.monotonic()
+        self.bytes_read = 0
+        self.seconds = 0.0
+        self.faults: tuple[Fault, ...] = ()
+        self._sources = tuple(pieces_by_source)
+        self._pieces = sum(pieces for _, pieces in pieces_by_source)
+        self._deadline = self.started + timeout_s
+        self._settle = settle
+        self._condition = Condition()
+        self._limit = self._pieces
+        self._left = [self._pieces] * representation.layers  # pieces that have not ended, by layer
+        self._unfinished = self._pieces * representation.layers
+        self._cancelled = False
+        self._done = False
+        self._callbacks: list[Callable[[Load], None]] = []
+        if not self._pieces:
+            self._finish()
+
+    # For whoever waits.
+
+    def wait(self, layer: int, timeout_s: float | None = None) -> None:
+        """Return when `layer` is verified for every matched token. Raises LoadFailed on the first failure or when the
+        deadline passes (`timed_out=True`: bytes may still land in the destination until `done`)."""
+        with self._condition:
+            ready = self._wait_for(lambda: self._limit < self._pieces or not self._left[layer], timeout_s)
+            if self._limit < self._pieces:
+                fault = self.faults[0]
+                raise LoadFailed(
+                    f"layer {layer} is not usable: {fault.message}",
+                    usable_tokens=self.usable_tokens,
+                    timed_out=False,
+                    reason=fault.reason,
+                )
+            if not ready:
+                raise self._timed_out(f"layer {layer} was not there")
+
+    def result(self, timeout_s: float | None = None) -> int:
+        """Wait for every read to end, good or bad; return the tokens that are good in all layers (≤ lease.tokens, whole
+        pieces). Raises LoadFailed(timed_out=True, usable_tokens=0) when the deadline passes first."""
+        with self._condition:
+            if not self._wait_for(lambda: self._done, timeout_s):
+                raise self._timed_out("reads were still under way")
+            return self.usable_tokens
+
+    def cancel(self) -> None:
+        """Start no further reads. Reads under way still end; `result` then returns."""
+        with self._condition:
+            self._cancelled = True
+
+    def add_done_callback(self, callback: Callable[[Load], None]) -> None:
+        """Call back once no read can touch the destination any more (at once if that is so already)."""
+        with self._condition:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    @property
+    def done(self) -> bool:
+        """True once no read can touch the destination any more."""
+        return self._done
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that are certain to be good in every layer: 0 until the load is done."""
+        return self._limit * self.representation.piece_tokens if not self._unfinished else 0
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Usable tokens by the tier that they came from."""
+        tokens: dict[str, int] = {}
+        left = self.usable_tokens
+        for tier, pieces in self._sources:
+            part = min(left, pieces * self.representation.piece_tokens)
+            tokens[tier] = tokens.get(tier, 0) + part
+            left -= part
+        return tokens
+
+    def __repr__(self) -> str:
+        tokens = self._pieces * self.representation.piece_tokens
+        if not self._done:
+            return f"<Load of {tokens} tokens, {sum(not left for left in self._left)} of {len(self._left)} layers ended>"
+        return f"<Load of {tokens} tokens, {self.usable_tokens} usable, {self.bytes_read} bytes in {self.seconds:.3f} s>"
+
+    # For the reading side.
+
+    def wanted(self, piece: int, pieces: int) -> int:
+        """Return how many of `pieces` pieces from `piece` on are still worth reading: those before the limit, none after a
+        cancel, which lowers the limit itself."""
+        with self._condition:
+            if self._cancelled and piece < self._limit:
+                self._fail(Fault(source=0, piece=piece, reason="cancelled", message="the load was cancelled"))
+            return max(0, min(pieces, self._limit - piece))
+
+    def ended(self, layers: Sequence[int], *, pieces: int, nbytes: int = 0, fault: Fault | None = None) -> None:
+        """Note that `pieces` pieces have ended in each of `layers`; with a fault, `fault.piece` and what follows is lost."""
+        with self._condition:
+            self.bytes_read += nbytes
+            if fault is not None:
+                self._fail(fault)
+            for layer in layers:
+                self._left[layer] -= pieces
+                assert self._left[layer] >= 0
+            self._unfinished -= pieces * len(layers)
+            last = not self._unfinished
+            if any(not self._left[layer] for layer in layers):
+                self._condition.notify_all()
+        if last:
+            self._finish()
+
+    def _fail(self, fault: Fault) -> None:
+        self.faults += (fault,)
+        self._limit = min(self._limit, fault.piece)
+        self._condition.notify_all()
+
+    def _finish(self) -> None:
+        self.seconds = time.monotonic() - self.started
+        try:
+            self._settle(self)
+        except Exception:  # noqa: BLE001 - the last reading thread's outer edge: nobody may wait for ever
+            _log.exception("settling a load failed")
+        with self._condition:
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Load], None]) -> None:
+        try:
+            callback(self)
+        except Exception:  # noqa: BLE001 - an engine's mistake must not end a reading thread
+            _log.exception("a callback of a load failed")
+
+    def _wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        now = time.monotonic()
+        until = self._deadline if timeout_s is None else min(self._deadline, now + timeout_s)
+        if self._condition.wait_for(ready, max(0.0, until - now)):
+            return True
+        if time.monotonic() >= self._deadline:
+            self._cancelled = True  # too late to be of use: what is queued is not read any more
+        return False
+
+    def _timed_out(self, what: str) -> LoadFailed:
+        return LoadFailed(
+            f"{what} within {time.monotonic() - self.started:.1f} s of the load's start; the rest is computed instead",
+            usable_tokens=0,
+            timed_out=True,
+            reason="timeout",
+        )

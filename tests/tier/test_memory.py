@@ -1,0 +1,60 @@
+"""The memory tier keeps every promise of a tier, and its own: trusted, the least recently used first, leases survive close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headstart.testing.fake_kv import TINY
+from headstart.testing.tier_contract import TierContract, located, prompt, put, read
+from headstart.tier.base import ReadRange, Tier
+from headstart.tier.memory import MemoryTier
+
+
+class TestMemoryTier(TierContract):
+    @pytest.fixture
+    def make_tier(self) -> Callable[[int], Tier]:
+        return MemoryTier
+
+
+def test_bytes_from_memory_are_trusted() -> None:
+    assert MemoryTier(1 << 20).trusted
+
+
+def test_an_extent_under_a_lease_stays_readable_after_close() -> None:
+    tier = MemoryTier(1 << 20)
+    kv = prompt(4)
+    extent = put(tier, kv)
+    put(tier, prompt(4, seed=1))
+    assert tier.lease([extent]) == [True]
+    tier.close()
+    assert tier.statistics().extents == 1
+    buffer = bytearray(4096)
+    tier.read([ReadRange(extent, 0, [memoryview(buffer)])])
+    assert buffer == bytes(kv.image()[:4096])
+    assert tier.write(prompt(2, seed=2).image(), TINY).reason == "stopped"
+    tier.release([extent])
+    assert tier.statistics().extents == 0
+
+
+def test_nothing_is_evicted_for_an_extent_that_leases_leave_no_room_for() -> None:
+    image_bytes = prompt(4).image().nbytes
+    tier = MemoryTier(3 * image_bytes)
+    kept = [prompt(4, seed=seed) for seed in range(3)]
+    extents = [put(tier, kv) for kv in kept]
+    tier.lease(extents[:2])
+    assert tier.write(prompt(8, seed=9).image(), TINY).reason == "full"
+    assert located(tier, kept[2]) == [extents[2]] * 4
+    tier.release(extents[:2])
+
+
+def test_a_capacity_below_one_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        MemoryTier(4095)
+
+
+def test_reading_does_not_need_alignment() -> None:
+    tier = MemoryTier(1 << 20)
+    kv = prompt(4)
+    assert read(tier, put(tier, kv), 4097, 333) == bytes(kv.image()[4097 : 4097 + 333])
