@@ -93,12 +93,20 @@ class FakeKV:
             found += cut(content.data, self._cuts)
         return found
 
-    def image(self, first: int = 0, pieces: int | None = None, *, retention: str = "default") -> memoryview:
-        """Return the 4 KiB-aligned image of an extent that holds `pieces` pieces from `first` on, as a tier is given it."""
+    def image(
+        self,
+        first: int = 0,
+        pieces: int | None = None,
+        *,
+        retention: str = "default",
+        keys: Sequence[BlockKey] | None = None,
+    ) -> memoryview:
+        """Return the 4 KiB-aligned image of an extent that holds `pieces` pieces from `first` on, as a tier is given it.
+        `keys` replaces the prompt's own: what a hash collision would leave behind."""
         count = self.pieces - first if pieces is None else pieces
         per_piece = self.representation.blocks_per_piece
         blocks = range(first * per_piece, (first + count) * per_piece)
-        keys = self.keys
+        keys = self.keys if keys is None else keys
         extras = tuple(block_extras(b, salt=self.salt, shared_tokens=self.shared_tokens, contents=()) for b in blocks)
         layers = range(self.representation.layers)
         sizes = np.array([[self.piece_bytes(la, p) for p in range(first, first + count)] for la in layers], dtype=np.uint32)

@@ -78,6 +78,9 @@ class FaultyTier:
             self.stalled.clear()
             self._resume.set()
 
+    def max_extent_bytes(self, representation: Representation) -> int:
+        return self.inner.max_extent_bytes(representation)
+
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._strike("locate")
         return self.inner.locate(representation, keys)

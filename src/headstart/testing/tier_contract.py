@@ -380,7 +380,7 @@ class TierContract:
 def prompt(pieces: int, *, seed: int = 0, representation: Representation = TINY) -> FakeKV:
     """Return the KV of a prompt of `pieces` full pieces and some tokens more; another `seed` shares no prefix with it."""
     count = pieces * representation.piece_tokens + 7
-    tokens = np.arange(count, dtype=np.uint32) * np.uint32(31) + np.uint32(seed * 1_000_003)
+    tokens = np.arange(count, dtype=np.uint32) * np.uint32(31) + np.uint32(seed * 1_000_003 % 2**32)
     return FakeKV(representation, tokens.tolist())
 
 
