@@ -52,7 +52,9 @@ def make_folder(folder: Path, kind: str, **changes: Any) -> Path:
 def stock(folder: Path, implementation: str = "sdpa") -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=implementation).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=implementation
+    ).eval()
 
 
 @torch.inference_mode()

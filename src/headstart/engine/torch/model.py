@@ -29,7 +29,7 @@ _PROBE_CHUNKS = (33, 7, 1)  # prefill, prefill behind a prefix, decode
 class TorchModel:
     """Weights and their forward pass. Safe for one thread at a time."""
 
-    def __init__(self, module: torch.nn.Module, *, name: str) -> None:
+    def __init__(self, module: Any, *, name: str) -> None:
         self.module = module
         self.name = name
         self.config: Any = module.config
@@ -63,6 +63,14 @@ class TorchModel:
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    def next_logits(self, tokens: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
+        """Return float32 logits [vocabulary] for the token after `tokens`, with KV outside the engine's memory."""
+        kv = ScratchKV(self.shape, len(tokens), self.device)
+        for first in range(0, len(tokens), chunk_tokens):
+            chunk = tokens[first : first + chunk_tokens]
+            logits = self.forward(chunk, Step([Segment(kv, 0, len(chunk), first)]), rows=[len(chunk) - 1])
+        return logits[0]
+
 
 def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[str, float], None]) -> TorchModel:
     """Return the model in `folder`, probed. Raises ModelError for what cannot be read or served."""
@@ -87,7 +95,7 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
             folder, config=config, dtype=choose_dtype(dtype, place), local_files_only=True, output_loading_info=True
         )
     # safetensors and torch raise errors of their own kinds (SafetensorError, UnpicklingError …) for damaged files.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {_first_line(error)}", folder=folder) from error
     # transformers fills absent tensors with random numbers and a warning.
     if absent := sorted(set(report["missing_keys"]) | {str(entry) for entry in report["mismatched_keys"]}):

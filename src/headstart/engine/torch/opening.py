@@ -1,0 +1,96 @@
+"""From a folder and a configuration to a running engine: model, KV memory, cache, warm-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.config import Config, parse_size
+from headstart.engine.base import EngineInfo
+from headstart.engine.torch.engine import TorchEngine
+from headstart.engine.torch.hardware import available_bytes, use_physical_cores
+from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.model import TorchModel, load_model
+from headstart.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+_LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
+
+
+def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> TorchEngine:
+    """See `headstart.engine.torch.open_engine`."""
+    use_physical_cores()
+    model = load_model(folder, device=config.engine.device, dtype=config.engine.dtype, on_progress=on_progress)
+    on_progress("preparing memory", None)
+    context, capacity = _plan_memory(model, config)
+    memory = KVMemory(model.shape, capacity, device=None if model.device.type == "cpu" else model.device)
+    cache, said = _open_cache(folder, config, model)
+    engine = TorchEngine(
+        model,
+        memory,
+        info=EngineInfo(
+            model=model.name,
+            context_tokens=context,
+            vocabulary=model.vocabulary,
+            device=model.device.type,
+            dtype=str(model.dtype).removeprefix("torch."),
+            layers=model.shape.layers,
+            kv_bytes_per_token=model.shape.token_bytes,
+            cache=said,
+        ),
+        cache=cache,
+        max_running=config.engine.max_running,
+        chunk_tokens=config.engine.prefill_chunk,
+        load_timeout_s=config.cache.load_timeout_s,
+    )
+    on_progress("warming up", None)
+    engine.warm_up()
+    on_progress("ready", 1.0)
+    return engine
+
+
+def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
+    """Return the context in tokens and the bytes of KV memory. One full context always fits: it is cut to what there is.
+
+    "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half."""
+    context = min(model.context_tokens, config.engine.context or model.context_tokens)
+    one = model.shape.region_bytes(context)
+    if config.engine.kv_memory == "auto":
+        free = available_bytes(model.device)
+        capacity = min(config.engine.max_running * one, max(free // 4, min(one, free // 2)))
+    else:
+        capacity = parse_size(config.engine.kv_memory)
+    if capacity < one:
+        fits = _tokens_that_fit(model, capacity, below=context)
+        if fits < min(_LEAST_CONTEXT, context):
+            raise ModelError(
+                f"{capacity} bytes of KV memory hold {fits} tokens of {model.name} ({model.shape.token_bytes} bytes each); "
+                "set engine.kv_memory higher or take a smaller model",
+                capacity_bytes=capacity,
+            )
+        _log.warning(
+            "KV memory of %d bytes holds %d tokens of %s: the context is cut from %d to that",
+            capacity,
+            fits,
+            model.name,
+            context,
+        )
+        context = fits
+    return context, capacity
+
+
+def _tokens_that_fit(model: TorchModel, capacity: int, *, below: int) -> int:
+    tokens = min(below, capacity // model.shape.token_bytes) // 64 * 64
+    while tokens and model.shape.region_bytes(tokens) > capacity:  # layers are rounded up to whole OS pages
+        tokens -= 64
+    return tokens
+
+
+def _open_cache(folder: Path, config: Config, model: TorchModel) -> tuple[PrefixCache | None, str]:
+    """Return the cache, or None, and one sentence about it."""
+    if not config.cache.enabled:
+        return None, "off by configuration"
+    return None, "not there yet"

@@ -1,0 +1,87 @@
+"""One request on its way through the engine: what is known, what is computed, what it holds. Owned by the engine's thread.
+
+waiting ─▶ loading ─▶ prefilling ─▶ decoding ─▶ ended        a miss goes from waiting to prefilling
+   ▲          │
+   └──────────┘ the load was too slow: fresh KV, everything computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV
+from headstart.engine.torch.prefix import PrefixLoad
+from headstart.engine.torch.sampler import Sampler
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: GenerationRequest
+    on_event: Callable[[TokenEvent], None]
+    submitted_s: float  # as all times here, on the monotonic clock
+    max_tokens: int
+    tokens: list[int]  # prompt and answer so far
+    sampler: Sampler
+    use_cache: bool
+    reload: bool = True  # False once a load was too slow: it is not tried again
+    aborted: bool = False  # set by any thread, read by the engine's
+    ended: bool = False
+
+    kv: HostKV | DeviceKV | None = None
+    load: PrefixLoad | None = None  # under way; its tokens count as computed unless it fails
+    computed: int = 0  # tokens whose KV is there
+    saved: int = 0  # tokens given to the cache so far
+
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    match_s: float = 0.0
+    load_s: float = 0.0
+    bytes_read: int = 0
+    cached_memory_tokens: int = 0
+    cached_disk_tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.generated > 0 and self.pending == 1
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its KV must hold in the end."""
+        return self.prompt_tokens + self.max_tokens
+
+    def release_kv(self) -> None:
+        kv, self.kv = self.kv, None
+        if kv is not None:
+            kv.release()
+
+    def receipt(self, now: float) -> Receipt:
+        admitted = now if self.admitted_s is None else self.admitted_s
+        return Receipt(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.generated,
+            cached_memory_tokens=self.cached_memory_tokens,
+            cached_disk_tokens=self.cached_disk_tokens,
+            bytes_read=self.bytes_read,
+            queue_s=admitted - self.submitted_s,
+            match_s=self.match_s,
+            load_s=self.load_s,
+            first_token_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
+            total_s=now - self.submitted_s,
+            notes=tuple(self.notes),
+        )
