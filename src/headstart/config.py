@@ -91,7 +91,23 @@ class Setting:
     @property
     def flag(self) -> str:
         """Names of engine and server settings are clear without their section; `cache` is kept, or --memory would mislead."""
+        if self.switches_off:
+            return "--no-" + self.key.removesuffix(".enabled")
         return "--" + self.key.removeprefix("engine.").removeprefix("server.").replace(".", "-").replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        """What stands for a value in --help."""
+        if _size_forms(self.type) is not None:
+            return "SIZE"
+        return {Path: "PATH", int: "N", type(None): "N", float: "SECONDS"}.get(
+            type(self.default), self.key.rpartition(".")[2].upper()
+        )
+
+    @property
+    def switches_off(self) -> bool:
+        """Whether the flag takes no value and turns a section off that is on by default."""
+        return self.key.endswith(".enabled")
 
 
 def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | None = None) -> Config:

@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import openai
 import uvicorn
 
 from headstart.api.app import build_app
-from headstart.api.openai import Ask
 from headstart.api.service import Served, Service
+from headstart.render import Renderer
+from headstart.render.messages import normal_messages
 from headstart.testing.fake_engine import FakeEngine
 
 
-class ByteText:
-    """Bytes to text, with stop texts cut off; a part of a stop text is held back until it is sure."""
+class ByteRenderer:
+    """What `render.Renderer` promises, with bytes as tokens and a template of one tag a message."""
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self.stopped = False
-        self._stop = stop
-        self._held = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    stop_ids = frozenset({0})
 
-    def push(self, token: int) -> str:
-        self._held += self._decoder.decode(bytes([token]))
-        for stop in self._stop:
-            if stop in self._held:
-                self.stopped = True
-                return self._held.split(stop)[0]
-        keep = max((n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return out
+    def chat(self, messages: Sequence[object], *, tools: Sequence[object] | None = None) -> list[int]:
+        return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
 
-    def finish(self) -> str:
-        return "" if self.stopped else self._held
+    def completion(self, prompt: str | Sequence[int]) -> list[int]:
+        return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
-
-def chat_ids(ask: Ask) -> tuple[int, ...]:
-    return tuple("".join(f"<{m['role']}>{m['content']}" for m in ask.messages).encode())
-
-
-def completion_ids(ask: Ask) -> tuple[int, ...]:
-    return tuple(ask.prompt.encode()) if isinstance(ask.prompt, str) else ask.prompt
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
 
 
 def served(engine: FakeEngine) -> Served:
-    return Served(name="fake", engine=engine, chat=chat_ids, completion=completion_ids, text=ByteText, stop_ids=frozenset({0}))
+    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()))
 
 
 @dataclass(frozen=True, slots=True)

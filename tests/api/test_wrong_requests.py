@@ -49,7 +49,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"stop": 5}, "stop", "stop is wrong"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": "hello"}, "messages", "messages is wrong"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role", "must be a string"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "must be one of"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", "expected bool"),
     ],
 )
@@ -73,7 +73,6 @@ def test_invalid_json_is_a_400(server: Running, body: bytes) -> None:
 def test_several_prompts_and_echo_are_refused_in_a_sentence(server: Running) -> None:
     assert "2 prompts" in post(server, {"prompt": ["a", "b"]}, "/v1/completions")[1]["message"]
     assert post(server, {"prompt": "a", "echo": True}, "/v1/completions")[1]["param"] == "echo"
-    assert post(server, {"prompt": ""}, "/v1/completions")[1]["param"] == "prompt"
 
 
 def test_a_prompt_longer_than_the_context_names_both_numbers(server: Running) -> None:

@@ -79,7 +79,7 @@ class _Scrape(Collector):
         if served is None:
             return
         labels = _labels(self._service)
-        statistics = served.cache_statistics()
+        statistics = None if served.cache is None else served.cache.statistics()
         yield from _engine_metrics(served.engine.load(), labels, cached=statistics is not None)
         if statistics is not None:
             yield from _cache_metrics(statistics, labels)

@@ -1,7 +1,7 @@
 """The OpenAI dialect: a request's JSON becomes an `Ask`, an answer becomes the JSON that clients read. Pure; no engine here.
 
 Unknown fields are ignored (the server logs them once): clients send many that other servers understand. Fields that are
-known and wrong are refused with their name.
+known and wrong are refused with their name. What stands inside messages and tools is `render`'s to judge.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Common, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Any]
+    tools: list[Any] | None = None
     max_completion_tokens: int | None = None
 
 
@@ -56,8 +56,8 @@ class Ask:
     """What a request asks for. None: not said, so the model's own default holds."""
 
     kind: Kind
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] | None
+    messages: tuple[Any, ...]
+    tools: tuple[Any, ...] | None
     prompt: str | tuple[int, ...]  # of a completion
     model: str | None
     max_tokens: int | None
@@ -79,11 +79,6 @@ class Ask:
 def parse_chat(body: bytes) -> Ask:
     """Return what a chat completion request asks for. Raises RequestError naming the parameter."""
     request, ignored = _decoded(body, ChatRequest)
-    if not request.messages:
-        raise _wrong("messages", "must hold at least one message")
-    for i, message in enumerate(request.messages):
-        if not isinstance(message.get("role"), str):
-            raise _wrong(f"messages[{i}].role", "must be a string such as 'user'")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     limit_param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     tools = tuple(request.tools) if request.tools else None
@@ -98,8 +93,6 @@ def parse_completion(body: bytes) -> Ask:
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
-    if not prompt:
-        raise _wrong("prompt", "must not be empty")
     if isinstance(prompt, list):
         ids = tuple(token for token in prompt if isinstance(token, int))
         if len(ids) < len(prompt):
@@ -219,8 +212,8 @@ def _ask(
     max_tokens: int | None,
     max_tokens_param: str,
     *,
-    messages: tuple[dict[str, Any], ...] = (),
-    tools: tuple[dict[str, Any], ...] | None = None,
+    messages: tuple[Any, ...] = (),
+    tools: tuple[Any, ...] | None = None,
     prompt: str | tuple[int, ...] = "",
 ) -> Ask:
     if max_tokens is None:

@@ -11,18 +11,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
-from headstart.cache.prefix_cache import CacheStatistics
+from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, Sampling, TokenEvent
 from headstart.errors import ContextLengthExceeded, HeadstartError
+from headstart.render import Renderer, TextStream
 
 log = logging.getLogger("headstart")
 
@@ -31,28 +32,22 @@ RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for 
 _NAMES_LOGGED = 256  # different ignored names that are logged before the log falls silent
 
 
-class Text(Protocol):
-    """Token ids of one answer becoming text; `render.TextStream` is the one that ships."""
-
-    stopped: bool
-
-    def push(self, token: int) -> str: ...
-    def finish(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that is ready: how prompts become ids, ids become text, and what its makers recommend for sampling."""
+    """A model that is ready. `defaults`: what its makers recommend for sampling; a request's own values win."""
 
     name: str
     engine: Engine
-    chat: Callable[[Ask], tuple[int, ...]]
-    completion: Callable[[Ask], tuple[int, ...]]
-    text: Callable[[tuple[str, ...]], Text]
-    stop_ids: frozenset[int]
+    renderer: Renderer
     defaults: Sampling = field(default_factory=Sampling)
     note: str | None = None
-    cache_statistics: Callable[[], CacheStatistics | None] = lambda: None
+    cache: PrefixCache | None = None
+
+    def prompt_ids(self, ask: Ask) -> tuple[int, ...]:
+        """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
+        if ask.kind == "chat":
+            return tuple(self.renderer.chat(ask.messages, tools=ask.tools))
+        return tuple(self.renderer.completion(ask.prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +135,7 @@ class Service:
             )
         self._preparing += 1
         try:
-            render = served.chat if ask.kind == "chat" else served.completion
-            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, render, ask)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, served.prompt_ids, ask)
             generation = Generation(self, served, ask, _request(served, ask, prompt))
             generation.submit()
         finally:
@@ -190,7 +184,7 @@ class Generation:
         self._service = service
         self._engine = served.engine
         self._request = request
-        self._text = served.text(ask.stop)
+        self._text = TextStream(served.renderer, ask.stop)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # bounded by max_tokens, which the context bounds
 
@@ -294,7 +288,7 @@ def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationReq
             top_k=defaults.top_k if ask.top_k is None else ask.top_k,
             seed=ask.seed,
         ),
-        stop_ids=served.stop_ids,
+        stop_ids=served.renderer.stop_ids,
         salt=ask.salt,
     )
 

@@ -1,1 +1,71 @@
+"""The command line. One file a command, imported when that command runs: `headstart --help` must answer at once.
 
+An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
+3 something missing on this machine, 4 a medium or network that failed, 130 interrupted. Tracebacks are for bugs.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from headstart import __version__
+from headstart.errors import HeadstartError
+
+# name: (where the command is, its line in --help)
+_COMMANDS = {
+    "serve": ("headstart.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
+    "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
+    "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
+    "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
+    "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
+}
+
+INTERRUPTED = 130
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list without importing the commands, as click's own would."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="headstart")
+def cli() -> None:
+    """LLM inference that never computes the same prompt twice."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run_cli(sys.argv[1:]))
+
+
+def run_cli(arguments: list[str]) -> int:
+    """Run one command and return its exit code; what went wrong is told on stderr in one sentence."""
+    try:
+        return cli.main(arguments, prog_name="headstart", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except HeadstartError as error:
+        click.echo(f"headstart: {error.message}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone (`headstart run … | head`)
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,58 @@
+"""From a configuration to a model that answers: the folder, the engine with its cache, the renderer. For `serve` and `run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from headstart.api.service import Served
+from headstart.cli.progress import OnProgress
+from headstart.config import Config
+from headstart.engine.base import Sampling
+from headstart.engine.models import resolve_model
+from headstart.engine.torch import open_engine
+from headstart.errors import ModelError
+from headstart.render import Renderer
+
+
+def open_model(config: Config, *, on_progress: OnProgress) -> Served:
+    """Return the configured model, ready to answer. Takes as long as the model is large; raises ModelError or MissingExtra.
+
+    A cache directory that cannot be used is no error: the engine serves without and says so in `info.cache`."""
+    folder = resolve_model(config.model, config.models_directory, on_progress=on_progress)
+    renderer = Renderer.load(folder.path)
+    engine = open_engine(folder.path, config, on_progress=on_progress)
+    return Served(
+        name=folder.name,
+        engine=engine,
+        renderer=renderer,
+        defaults=sampling_defaults(folder.path),
+        note=folder.note,
+        cache=engine.cache,
+    )
+
+
+class _GenerationConfig(msgspec.Struct):
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+def sampling_defaults(folder: Path) -> Sampling:
+    """Return what `generation_config.json` recommends: greedy unless it says to sample. Raises ModelError."""
+    file = folder / "generation_config.json"
+    try:
+        said = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig)
+    except FileNotFoundError:
+        return Sampling()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; fetch the model again", path=file) from error
+    if not said.do_sample:
+        return Sampling()
+    return Sampling(
+        temperature=1.0 if said.temperature is None else said.temperature,
+        top_p=1.0 if said.top_p is None else said.top_p,
+        top_k=0 if said.top_k is None else said.top_k,
+    )

@@ -1,0 +1,175 @@
+"""`headstart serve`: bind the port, load the model in the background while /health says how far it is, serve, shut down.
+
+bind ─▶ "listening on http://…" ─▶ loading (503) ─▶ "ready" ─▶ SIGTERM ─▶ running requests end ─▶ saves end ─▶ exit 0
+                                      └─ fails ─▶ one sentence, exit code
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import uvicorn
+
+from headstart.api.app import build_app
+from headstart.api.service import Served, Service
+from headstart.cli import INTERRUPTED
+from headstart.cli.opening import open_model
+from headstart.cli.progress import stage_lines
+from headstart.cli.settings import chosen_config, config_options
+from headstart.config import Config, ServerConfig, prefer_sleeping_threads
+from headstart.errors import AddressInUse, ConfigError, HeadstartError
+
+log = logging.getLogger("headstart")
+
+DRAIN_S = 10.0  # running requests may end in this time after SIGTERM; then they are aborted
+LOADER_WAIT_S = 30.0  # a loading thread that was told to stop is waited for this long
+
+
+@click.command()
+@click.argument("model", required=False)
+@config_options("server", "cache", "engine", "", without="model")
+def serve(model: str | None, config_file: Path | None, **flags: Any) -> int:
+    """Serve MODEL: an alias (smollm2-135m, the default), a Hugging Face directory, or a hub name."""
+    config = chosen_config(config_file, flags, model=model)
+    logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING)
+    log.setLevel(logging.INFO)
+    prefer_sleeping_threads()
+    with bound(config.server) as listener:
+        return _Server(config, listener).run_until_stopped()
+
+
+class _Stopped(Exception):
+    """The server was told to stop while the model was still loading."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with a model that loads behind it and requests that may end before it goes down."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._service = Service(max_waiting=config.server.max_waiting)
+        # Beyond DRAIN_S uvicorn would cut connections; the seconds between let aborted requests say goodbye.
+        settings = uvicorn.Config(
+            build_app(self._service),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(DRAIN_S) + 5,
+        )
+        super().__init__(settings)
+        self._configuration = config
+        self._listener = listener
+        self._loader = threading.Thread(target=self._load, name="headstart-loader", daemon=True)
+        self._failure: HeadstartError | None = None
+        self._signal: int | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._url = url_of(listener)
+        self._stages = stage_lines(lambda stage: log.info("%s …", stage))
+
+    def run_until_stopped(self) -> int:
+        """Serve until a signal, or until loading fails, which is raised. Return the exit code."""
+        log.info("listening on %s, loading %s", self._url, self._configuration.model)
+        _warn_if_reachable(self._configuration.server.host)
+        # uvicorn raises a signal again once it is down, for whoever stood there before; that is us, and we are done.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        self._loader.start()
+        try:
+            asyncio.run(self.serve(sockets=[self._listener]))
+        finally:
+            self.should_exit = True
+            self._loader.join(LOADER_WAIT_S)
+            if (served := self._service.served) is not None:
+                served.engine.close()
+            self._service.close()
+        if self._failure is not None:
+            raise self._failure
+        log.info("stopped")
+        return INTERRUPTED if self._signal == signal.SIGINT else 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signal = sig
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._drain = asyncio.ensure_future(self._service.drain(DRAIN_S))
+        await super().shutdown(sockets)
+
+    def _load(self) -> None:
+        try:
+            served = open_model(self._configuration, on_progress=self._on_progress)
+        except _Stopped:
+            return
+        except HeadstartError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("loading %s failed", self._configuration.model)
+            self._fail(
+                HeadstartError(f"loading {self._configuration.model} failed: {error}; this is a bug, the log has its trace")
+            )
+        else:
+            self._service.ready(served)
+            log.info("ready: %s", ready_line(self._url, served))
+
+    def _fail(self, error: HeadstartError) -> None:
+        self._failure = error
+        self._service.failed(error)
+        self.should_exit = True
+
+    def _on_progress(self, stage: str, fraction: float | None) -> None:
+        if self.should_exit:
+            raise _Stopped
+        self._service.progress(stage, fraction)
+        self._stages(stage, fraction)
+
+
+def bound(server: ServerConfig) -> socket.socket:
+    """Return a listening socket. Raises AddressInUse, or ConfigError for an address that is not this machine's."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"port {server.port} of {server.host}"
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"{where} is in use; stop what listens there, or choose another with --port (0 takes a free one)",
+                host=server.host,
+                port=server.port,
+            ) from error
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; check --host and --port") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def ready_line(url: str, served: Served) -> str:
+    info = served.engine.info
+    note = f" ({served.note})" if served.note else ""
+    return (
+        f"{url} serves {served.name}{note} on {info.device} in {info.dtype}, context {info.context_tokens:,} tokens; "
+        f"cache: {info.cache}"
+    )
+
+
+def _warn_if_reachable(host: str) -> None:
+    try:
+        private = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        private = False
+    if not private:
+        log.warning(
+            "listening on %s: whoever reaches this address can use the model and, by timing, guess at cached prompts; "
+            "there are no keys yet, so put a proxy that has some in front",
+            host,
+        )

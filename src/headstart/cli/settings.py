@@ -1,0 +1,42 @@
+"""Every configuration key as a flag, made from the configuration's own declarations so that none can be forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from headstart.config import Config, Setting, load_config, settings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def config_options(*sections: str, without: str | None = None) -> Callable[[Command], Command]:
+    """Add --config and the flags of the given sections ("" for keys without one). `chosen_config` reads them back."""
+    wanted = [setting for key, setting in settings().items() if key.rpartition(".")[0] in sections and key != without]
+
+    def add(command: Command) -> Command:
+        for setting in reversed(wanted):
+            command = _option(setting)(command)
+        path = click.Path(dir_okay=False, path_type=Path)
+        return click.option("--config", "config_file", type=path, help="TOML file with any of these settings")(command)
+
+    return add
+
+
+def chosen_config(config_file: Path | None, flags: dict[str, Any], *, model: str | None = None) -> Config:
+    """Return the configuration with whatever was given on the command line on top. Raises ConfigError."""
+    overrides = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
+    if model is not None:
+        overrides["model"] = model
+    return load_config(config_file, overrides=overrides)
+
+
+def _option(setting: Setting) -> Callable[[Command], Command]:
+    name = setting.key.replace(".", "__")
+    if setting.switches_off:
+        return click.option(setting.flag, name, flag_value=False, type=bool, default=None, help=f"do not {setting.help}")
+    default = "" if setting.default is None else f"  [default: {setting.default}]"
+    return click.option(setting.flag, name, metavar=setting.metavar, help=setting.help + default)
