@@ -14,7 +14,8 @@ import openai
 import uvicorn
 
 from headstart.api.app import build_app
-from headstart.api.service import Served, Service
+from headstart.api.served import Served
+from headstart.api.service import Service
 from headstart.render import Renderer
 from headstart.render.messages import normal_messages
 from headstart.testing.fake_engine import FakeEngine

@@ -71,10 +71,6 @@ class Ask:
     include_usage: bool
     ignored: tuple[str, ...]
 
-    @property
-    def prompt_param(self) -> str:
-        return "messages" if self.kind == "chat" else "prompt"
-
 
 def parse_chat(body: bytes) -> Ask:
     """Return what a chat completion request asks for. Raises RequestError naming the parameter."""
@@ -117,7 +113,7 @@ def usage_of(receipt: Receipt, *, completion_tokens: int) -> dict[str, Any]:
             "cached_tokens": cached,
             "cached_memory_tokens": receipt.cached_memory_tokens,
             "cached_disk_tokens": receipt.cached_disk_tokens,
-            "audio_tokens": 0,
+            "cache_write_tokens": 0,  # those with a price of their own; ours are free. Clients add it up, so never absent
         },
         "completion_tokens_details": {"reasoning_tokens": 0},
         "prompt_cache_hit_tokens": cached,

@@ -13,16 +13,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
-from headstart.cache.prefix_cache import PrefixCache
-from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, Sampling, TokenEvent
-from headstart.errors import ContextLengthExceeded, HeadstartError
+from headstart.api.served import Served
+from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.errors import HeadstartError
 from headstart.render import Renderer, TextStream
 
 log = logging.getLogger("headstart")
@@ -30,24 +30,6 @@ log = logging.getLogger("headstart")
 KEEPALIVE_S = 10.0
 RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for the engine's last word
 _NAMES_LOGGED = 256  # different ignored names that are logged before the log falls silent
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model that is ready. `defaults`: what its makers recommend for sampling; a request's own values win."""
-
-    name: str
-    engine: Engine
-    renderer: Renderer
-    defaults: Sampling = field(default_factory=Sampling)
-    note: str | None = None
-    cache: PrefixCache | None = None
-
-    def prompt_ids(self, ask: Ask) -> tuple[int, ...]:
-        """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
-        if ask.kind == "chat":
-            return tuple(self.renderer.chat(ask.messages, tools=ask.tools))
-        return tuple(self.renderer.completion(ask.prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +117,7 @@ class Service:
             )
         self._preparing += 1
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, served.prompt_ids, ask)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, _prompt_ids, served.renderer, ask)
             generation = Generation(self, served, ask, _request(served, ask, prompt))
             generation.submit()
         finally:
@@ -263,33 +245,22 @@ class Generation:
                 log.info("%s", _request_line(self.id, self.finish, event.receipt, self.error))
 
 
+def _prompt_ids(renderer: Renderer, ask: Ask) -> tuple[int, ...]:
+    """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
+    return tuple(renderer.chat(ask.messages, tools=ask.tools) if ask.kind == "chat" else renderer.completion(ask.prompt))
+
+
 def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationRequest:
-    context = served.engine.info.context_tokens
-    if len(prompt) >= context:
-        error = ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens, but the context of {served.name} is {context} tokens and an answer needs "
-            "at least one; shorten the prompt",
-            prompt_tokens=len(prompt),
-            context_tokens=context,
-        )
-        error.facts["param"] = ask.prompt_param
-        raise error
-    # Clients ask for their favourite number of tokens whatever the model: what does not fit is not refused, the answer
-    # ends at the context with finish_reason "length".
-    room = context - len(prompt)
-    defaults = served.defaults
-    return GenerationRequest(
-        id=f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
-        prompt=prompt,
-        max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
-        sampling=Sampling(
-            temperature=defaults.temperature if ask.temperature is None else ask.temperature,
-            top_p=defaults.top_p if ask.top_p is None else ask.top_p,
-            top_k=defaults.top_k if ask.top_k is None else ask.top_k,
-            seed=ask.seed,
-        ),
-        stop_ids=served.renderer.stop_ids,
+    return served.request(
+        f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+        prompt,
+        max_tokens=ask.max_tokens,
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        top_k=ask.top_k,
+        seed=ask.seed,
         salt=ask.salt,
+        prompt_param="messages" if ask.kind == "chat" else "prompt",
     )
 
 

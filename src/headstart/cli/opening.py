@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from headstart.api.service import Served
+from headstart.api.served import Served
 from headstart.cli.progress import OnProgress
 from headstart.config import Config
 from headstart.engine.base import Sampling
@@ -20,9 +20,15 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
     """Return the configured model, ready to answer. Takes as long as the model is large; raises ModelError or MissingExtra.
 
     A cache directory that cannot be used is no error: the engine serves without and says so in `info.cache`."""
-    folder = resolve_model(config.model, config.models_directory, on_progress=on_progress)
+
+    def part(stage: str, fraction: float | None) -> None:
+        if stage != "ready":  # a part that is ready is not yet the whole
+            on_progress(stage, fraction)
+
+    folder = resolve_model(config.model, config.models_directory, on_progress=part)
+    part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
-    engine = open_engine(folder.path, config, on_progress=on_progress)
+    engine = open_engine(folder.path, config, on_progress=part)
     return Served(
         name=folder.name,
         engine=engine,

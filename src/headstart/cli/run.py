@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
+from headstart.api.served import Served
 from headstart.cli.opening import open_model
 from headstart.cli.progress import shown_progress
 from headstart.cli.settings import chosen_config, config_options
 from headstart.config import prefer_sleeping_threads
-from headstart.engine.base import GenerationRequest, Receipt, Sampling, TokenEvent
-from headstart.errors import ContextLengthExceeded, HeadstartError
+from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
+from headstart.errors import HeadstartError
 from headstart.render import TextStream
 
 EVENT_WAIT_S = 3600.0  # one step of a model may take long on a small machine, but not this long
@@ -42,55 +43,43 @@ def run(
     """Answer PROMPT ("-" reads it from standard input)."""
     config = chosen_config(config_file, flags)
     prefer_sleeping_threads()
-    if prompt == "-":
-        prompt = sys.stdin.read()
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    messages.append({"role": "user", "content": sys.stdin.read() if prompt == "-" else prompt})
     with shown_progress() as on_progress:
         model = open_model(config, on_progress=on_progress)
     try:
-        ids = tuple(model.renderer.chat(messages))
-        room = model.engine.info.context_tokens - len(ids)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens, but the context of {model.name} is {model.engine.info.context_tokens}",
-                prompt_tokens=len(ids),
-                context_tokens=model.engine.info.context_tokens,
-            )
-        request = GenerationRequest(
-            id="run",
-            prompt=ids,
-            max_tokens=min(max_tokens or room, room),
-            sampling=Sampling(
-                temperature=model.defaults.temperature if temperature is None else temperature,
-                top_p=model.defaults.top_p,
-                top_k=model.defaults.top_k,
-                seed=seed,
-            ),
-            stop_ids=model.renderer.stop_ids,
+        request = model.request(
+            "run", tuple(model.renderer.chat(messages)), max_tokens=max_tokens, temperature=temperature, seed=seed
         )
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        model.engine.submit(request, events.put)
-        text: list[str] = []
-        stream = TextStream(model.renderer)
-        while (event := events.get(timeout=EVENT_WAIT_S)).finish is None or event.token is not None:
-            piece = stream.push(event.token) if event.token is not None else ""
-            text.append(piece)
-            if not as_json:
-                click.echo(piece, nl=False)
-            if event.finish is not None:
-                break
-        text.append(stream.finish())
-        if not as_json:
-            click.echo(text[-1])
+        text, last = _answer(model, request, show=not as_json)
     finally:
         model.engine.close()
-    if event.finish == "error" or event.receipt is None:
-        raise HeadstartError(f"the engine gave up: {event.error or 'without a reason'}")
+    if last.finish == "error" or last.receipt is None:
+        raise HeadstartError(f"the engine gave up: {last.error or 'without a reason'}")
     if as_json:
-        click.echo(json.dumps(_facts("".join(text), event.finish, event.receipt)))
+        click.echo(json.dumps(_facts(text, last.finish, last.receipt)))
     else:
-        click.echo(_line(event.receipt), err=True)
+        click.echo(_line(last.receipt), err=True)
+
+
+def _answer(model: Served, request: GenerationRequest, *, show: bool) -> tuple[str, TokenEvent]:
+    """Return the whole text, shown as it comes if wanted, and the last event."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    model.engine.submit(request, events.put)
+    stream = TextStream(model.renderer)
+    text: list[str] = []
+    ended = False
+    while not ended:
+        try:
+            event = events.get(timeout=EVENT_WAIT_S)
+        except queue.Empty as error:
+            raise HeadstartError(f"the engine gave no token for {EVENT_WAIT_S:.0f} s") from error
+        ended = event.finish is not None
+        piece = stream.push(event.token) if event.token is not None else ""
+        text.append(piece + (stream.finish() if ended else ""))
+        if show:
+            click.echo(text[-1], nl=ended)
+    return "".join(text), event
 
 
 def _facts(text: str, finish: str | None, receipt: Receipt) -> dict[str, Any]:

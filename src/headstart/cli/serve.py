@@ -21,7 +21,8 @@ import click
 import uvicorn
 
 from headstart.api.app import build_app
-from headstart.api.service import Served, Service
+from headstart.api.served import Served
+from headstart.api.service import Service
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines

@@ -1,0 +1,64 @@
+"""A model that is ready to answer: an engine that speaks token ids and a renderer that turns text into them and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.engine.base import Engine, GenerationRequest, Sampling
+from headstart.errors import ContextLengthExceeded
+from headstart.render import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`defaults`: what the model's makers recommend for sampling; a request's own values win."""
+
+    name: str
+    engine: Engine
+    renderer: Renderer
+    defaults: Sampling = field(default_factory=Sampling)
+    note: str | None = None
+    cache: PrefixCache | None = None
+
+    def request(
+        self,
+        id: str,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        salt: str | None = None,
+        prompt_param: str = "messages",
+    ) -> GenerationRequest:
+        """Return what the engine is asked; None stands for the model's default. Raises ContextLengthExceeded.
+
+        Clients ask for their favourite number of tokens whatever the model, so a `max_tokens` that does not fit is not
+        refused: the answer ends where the context does, with finish_reason "length"."""
+        context = self.engine.info.context_tokens
+        room = context - len(prompt)
+        if room < 1:
+            error = ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens, but the context of {self.name} is {context} tokens and an answer needs "
+                "at least one; shorten the prompt",
+                prompt_tokens=len(prompt),
+                context_tokens=context,
+            )
+            error.facts["param"] = prompt_param
+            raise error
+        return GenerationRequest(
+            id=id,
+            prompt=prompt,
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            sampling=Sampling(
+                temperature=self.defaults.temperature if temperature is None else temperature,
+                top_p=self.defaults.top_p if top_p is None else top_p,
+                top_k=self.defaults.top_k if top_k is None else top_k,
+                seed=seed,
+            ),
+            stop_ids=self.renderer.stop_ids,
+            salt=salt,
+        )
