@@ -11,76 +11,33 @@ No call here raises because a medium failed. ValueError is for wrong use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
 
 from headstart.block.identity import Identity
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys, token_bytes
 from headstart.block.representation import Representation
-from headstart.tier.base import Problem, Tier, TierStatistics
+from headstart.cache.faults import Quarantine, counted
+from headstart.cache.lease import Lease, Source
+from headstart.cache.lookup import Pieces, Run, longest_prefix, pieces_of
+from headstart.cache.saver import Saver, SaveRequest, SaveResult, Ticket
+from headstart.errors import StoreError
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId, Problem, Tier, TierStatistics
+from headstart.transfer.io_pool import IOPool
+from headstart.transfer.load import KVView, Load
+from headstart.transfer.span import Prompt
 
+__all__ = ["CacheStatistics", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
-class KVView(Protocol):
-    """An engine's KV memory of one request, seen as pieces. The same shape serves loading (writable) and saving (readable)."""
-
-    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Return buffers that together hold pieces first … first+len(sizes)-1 of `layer`, in order; `sizes[i]` is the bytes of
-        piece first+i. When saving an opaque representation sizes are 0 and the view decides. Large aligned buffers are read
-        into directly; others go through staging."""
-        ...
-
-
-class Load:
-    """A load in flight. Every wait has a deadline.
-
-    Attributes once done: `usable_tokens`, `bytes_read`, `tokens_by_tier` ({"memory": n, "disk": m}, only what was
-    verified), `seconds`."""
-
-    def wait(self, layer: int, timeout_s: float | None = None) -> None:
-        """Return when `layer` is verified for every matched token. Raises LoadFailed on the first failure or when the
-        deadline passes (`timed_out=True`: bytes may still land in the destination until `done`)."""
-        raise NotImplementedError
-
-    def result(self, timeout_s: float | None = None) -> int:
-        """Wait for every read to end, good or bad; return the tokens that are good in all layers (≤ lease.tokens, whole
-        pieces). Raises LoadFailed(timed_out=True, usable_tokens=0) when the deadline passes first."""
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Start no further reads. Reads under way still end; `result` then returns."""
-        raise NotImplementedError
-
-    def add_done_callback(self, callback: Callable[[Load], None]) -> None:
-        """Call back once no read can touch the destination any more (at once if that is so already)."""
-        raise NotImplementedError
-
-
-class Lease:
-    """The longest stored prefix of a prompt, protected from eviction until `release()` (twice is fine; also a context
-    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss. At least one token is left."""
-
-    tokens: int
-
-    def load(self, into: KVView) -> Load:
-        """Start reading all matched pieces into `into`. Once per lease."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        raise NotImplementedError
-
-
-class Ticket:
-    """What became of a save. `wait(timeout_s) -> SaveResult`; `done`; never raises for a medium that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """Tokens of the prompt that are in the slowest tier that takes writes now (`stored_tokens`), new bytes written, and, when
-    something was not kept, why: "queue-full", "full", "error", "closed" …"""
-
-    stored_tokens: int
-    written_bytes: int
-    reason: str | None
+_READ_THREADS = 8
+_COPY_THREADS = 2  # memory is copied, not waited for
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +47,9 @@ class CacheStatistics:
 
 
 class PrefixCache:
-    """`tiers`: fastest first. One per process and representation; safe from many threads."""
+    """`tiers`: fastest first. One per process and representation; safe from many threads.
+
+    `warnings`: one sentence for each tier that was asked for and could not be had."""
 
     def __init__(
         self,
@@ -100,22 +59,57 @@ class PrefixCache:
         representation: Representation,
         save_queue_bytes: int = 1 << 30,
         load_timeout_s: float = 30.0,
+        warnings: Sequence[str] = (),
     ) -> None:
-        raise NotImplementedError
+        self.identity = identity
+        self.representation = representation
+        self.warnings = tuple(warnings)
+        self._counters = Counters()
+        self._root = identity.root()
+        self._digest = representation.digest
+        self._load_timeout_s = load_timeout_s
+        self._closed = False
+        self._sources = tuple(
+            Source(
+                tier,
+                IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS),
+                Quarantine(tier, self._counters),
+            )
+            for tier in tiers
+        )
+        self._saver = Saver(tuple(tiers), representation, queue_bytes=save_queue_bytes, counters=self._counters)
 
     def match(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | npt.NDArray[np.integer],
         *,
         salt: str | bytes | None = None,
         shared_tokens: int = 0,
         identity: Identity | None = None,
     ) -> Lease:
-        raise NotImplementedError
+        """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life.
+
+        131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
+        prompt_tokens = _as_u32(tokens)
+        pieces = (len(prompt_tokens) - 1) // self.representation.piece_tokens  # at least one token is left to compute
+        prompt_tokens = prompt_tokens[: max(0, pieces) * self.representation.piece_tokens]
+        root = self._root if identity is None else identity.root()
+        keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens)
+        runs = longest_prefix(self._locate(keys)) if keys and not self._closed else []
+        runs, held = self._protect(runs)
+        self._count_match(runs, asked=len(prompt_tokens))
+        return Lease(
+            self._sources,
+            runs,
+            Prompt(self.representation, self._digest, keys, prompt_tokens),
+            held=held,
+            timeout_s=self._load_timeout_s,
+            counters=self._counters,
+        )
 
     def save(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | npt.NDArray[np.integer],
         source: KVView,
         *,
         salt: str | bytes | None = None,
@@ -125,14 +119,136 @@ class PrefixCache:
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`)."""
-        raise NotImplementedError
+        prompt_tokens = _as_u32(tokens)
+        whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
+        self._counters.add("save_calls")
+        if not self._sources or not whole:
+            ticket = Ticket()
+            ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=None if self._sources else "no-tier"))
+            return ticket
+        return self._saver.submit(
+            SaveRequest(
+                tokens=prompt_tokens[:whole],
+                source=source,
+                root=self._root if identity is None else identity.root(),
+                salt=salt,
+                shared_tokens=shared_tokens,
+                retention=retention,
+            )
+        )
 
     def statistics(self) -> CacheStatistics:
-        raise NotImplementedError
+        tiers = []
+        for source in self._sources:
+            with counted(self._counters, source.tier, "statistics"):
+                tiers.append(source.tier.statistics())
+        return CacheStatistics(tiers=tuple(tiers), counters=self._counters.snapshot())
 
     def check(self) -> list[Problem]:
-        raise NotImplementedError
+        """Return what is wrong with the books of any tier. Empty when all is well."""
+        problems: list[Problem] = []
+        for source in self._sources:
+            try:
+                problems += source.tier.check()
+            except (StoreError, OSError) as error:
+                problems.append(Problem(source.tier.name, str(error)))
+        return problems
 
-    def close(self) -> None:
-        """Finish queued saves, join every thread, close the tiers. Twice is fine."""
-        raise NotImplementedError
+    def describe(self) -> str:
+        """Return one sentence on what is cached where."""
+        if not self._sources:
+            return "no prefix cache: every prompt is computed"
+        tiers = []
+        for statistics in self.statistics().tiers:
+            held = f"{statistics.blocks * BLOCK_TOKENS:,} tokens" if statistics.blocks else "nothing yet"
+            tiers.append(f"{statistics.name} (up to {_size(statistics.capacity_bytes)}, holds {held})")
+        return f"prefixes are kept in {' and '.join(tiers)}"
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish queued saves, join every thread, close the tiers. Twice is fine.
+
+        Saves that take longer than `timeout_s` together are dropped. A lease that is still held keeps its blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        saved = self._saver.close(timeout_s)
+        for source in self._sources:
+            source.pool.close()
+            if saved:
+                with counted(self._counters, source.tier, "close"):
+                    source.tier.close()
+        if not saved:
+            _log.warning("a save did not end within %.0f s; the tiers are left as they are", timeout_s)
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache over {', '.join(source.tier.name for source in self._sources) or 'no tier'}>"
+
+    def _locate(self, keys: Sequence[BlockKey]) -> list[tuple[int, Pieces]]:
+        """Ask the tiers where the pieces lie, each only from the first piece on that no faster one has."""
+        per_piece = self.representation.blocks_per_piece
+        total = len(keys) // per_piece
+        found: list[tuple[int, Pieces]] = []
+        covered = np.zeros(total, np.bool_)
+        for number, source in enumerate(self._sources):
+            if source.pool.stalled_s() > self._load_timeout_s:
+                self._counters.add(f"match_skipped_{source.tier.name}")  # its reads come back never, or too late
+                continue
+            start = int(np.argmin(covered))
+            if covered[start]:
+                break
+            with counted(self._counters, source.tier, "locate"):
+                placement = source.tier.locate(self._digest, keys[start * per_piece :])
+                pieces = pieces_of(placement, blocks_per_piece=per_piece, excluded=source.quarantine.avoided())
+                found.append((number, pieces))
+                covered[start:] |= pieces.extents >= 0
+        return found
+
+    def _protect(self, runs: Sequence[Run]) -> tuple[list[Run], dict[int, list[ExtentId]]]:
+        """Lease every extent of `runs`; those that are gone by now shorten the match. Return what is left and what is held."""
+        held: dict[int, list[ExtentId]] = {}
+        gone: set[tuple[int, ExtentId]] = set()
+        for number in dict.fromkeys(run.tier for run in runs):
+            extents = list(dict.fromkeys(run.extent for run in runs if run.tier == number))
+            kept = [False] * len(extents)
+            with counted(self._counters, self._sources[number].tier, "lease"):
+                kept = self._sources[number].tier.lease(extents)
+            held[number] = [extent for extent, ok in zip(extents, kept, strict=True) if ok]
+            gone |= {(number, extent) for extent, ok in zip(extents, kept, strict=True) if not ok}
+        if not gone:
+            return list(runs), held
+        good = list(runs[: next(i for i, run in enumerate(runs) if (run.tier, run.extent) in gone)])
+        needed = {(run.tier, run.extent) for run in good}
+        for number, extents in held.items():
+            with counted(self._counters, self._sources[number].tier, "release"):
+                self._sources[number].tier.release([extent for extent in extents if (number, extent) not in needed])
+            held[number] = [extent for extent in extents if (number, extent) in needed]
+        return good, held
+
+    def _count_match(self, runs: Sequence[Run], *, asked: int) -> None:
+        self._counters.add("match_calls")
+        self._counters.add("match_asked_tokens", asked)
+        for run in runs:
+            name = self._sources[run.tier].tier.name
+            self._counters.add(f"matched_tokens_{name}", run.pieces * self.representation.piece_tokens)
+        if not runs:
+            reason = "closed" if self._closed else "absent" if asked else "short"
+            self._counters.add(f"match_missed_{reason}")
+
+
+def _as_u32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
+    """Return a copy of the token ids that nobody else changes. Raises ValueError for what is no token id."""
+    return np.frombuffer(token_bytes(tokens), dtype="<u4")
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            break
+        nbytes /= 1024  # type: ignore[assignment]
+    return f"{nbytes} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"

@@ -48,7 +48,8 @@ class IOPool:
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival
         self._arrivals = count()
         self._closed = False
-        self._threads = [Thread(target=self._work, name=f"{name}-read-{n}", daemon=True) for n in range(threads)]
+        self._since: list[float | None] = [None] * threads  # when each thread's running job began
+        self._threads = [Thread(target=self._work, args=(n,), name=f"{name}-read-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -63,6 +64,11 @@ class IOPool:
                 self._condition.notify(len(entries))
         if not accepted:
             self._abandon([job for _, _, job in entries])
+
+    def stalled_s(self) -> float:
+        """Return for how long the oldest running job has been running: a device that answers no more shows here."""
+        began = [since for since in self._since if since is not None]
+        return time.monotonic() - min(began) if began else 0.0
 
     def close(self, timeout_s: float = 5.0) -> int:
         """Abandon what is queued, wait for what runs; return how many threads are stuck in a read and were left behind."""
@@ -80,7 +86,7 @@ class IOPool:
             _log.warning("tier %r: %d read threads did not end within %.1f s and were left behind", self.name, stuck, timeout_s)
         return stuck
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         staging = Staging(f"{self.name} staging")
         while True:
             with self._condition:
@@ -89,12 +95,14 @@ class IOPool:
                 if self._closed:
                     return
                 _, _, job = heappop(self._queue)
+            self._since[number] = time.monotonic()
             try:
                 job.run(staging)
             except Exception as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
                 self.counters.add("job_errors")
                 _log.exception("tier %r: a read job failed unexpectedly", self.name)
                 job.abandon(error)
+            self._since[number] = None
             del job  # an idle thread keeps no destination alive
 
     def _abandon(self, jobs: Iterable[Job]) -> None:

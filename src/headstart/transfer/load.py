@@ -40,7 +40,7 @@ class Fault:
 
     source: int
     piece: int
-    reason: str  # "corrupt", "read", "collision", "stale", "gone", "error", "closed", "cancelled"
+    reason: str  # "corrupt", "read", "collision", "stale", "gone", "error", "closed", "cancelled", "timeout"
     message: str
 
 
@@ -73,7 +73,7 @@ class Load:
         self._limit = self._pieces
         self._left = [self._pieces] * representation.layers  # pieces that have not ended, by layer
         self._unfinished = self._pieces * representation.layers
-        self._cancelled = False
+        self._cancelled: str | None = None  # why nothing more is read: "cancelled", "timeout"
         self._done = False
         self._callbacks: list[Callable[[Load], None]] = []
         if not self._pieces:
@@ -108,7 +108,7 @@ class Load:
     def cancel(self) -> None:
         """Start no further reads. Reads under way still end; `result` then returns."""
         with self._condition:
-            self._cancelled = True
+            self._cancelled = self._cancelled or "cancelled"
 
     def add_done_callback(self, callback: Callable[[Load], None]) -> None:
         """Call back once no read can touch the destination any more (at once if that is so already)."""
@@ -152,7 +152,9 @@ class Load:
         cancel, which lowers the limit itself."""
         with self._condition:
             if self._cancelled and piece < self._limit:
-                self._fail(Fault(source=0, piece=piece, reason="cancelled", message="the load was cancelled"))
+                self._fail(
+                    Fault(source=0, piece=piece, reason=self._cancelled, message=f"the load ended early: {self._cancelled}")
+                )
             return max(0, min(pieces, self._limit - piece))
 
     def ended(self, layers: Sequence[int], *, pieces: int, nbytes: int = 0, fault: Fault | None = None) -> None:
@@ -201,7 +203,7 @@ class Load:
         if self._condition.wait_for(ready, max(0.0, until - now)):
             return True
         if time.monotonic() >= self._deadline:
-            self._cancelled = True  # too late to be of use: what is queued is not read any more
+            self._cancelled = self._cancelled or "timeout"  # too late to be of use: what is queued is not read any more
         return False
 
     def _timed_out(self, what: str) -> LoadFailed:

@@ -1,0 +1,151 @@
+"""Building extents to write: how long a run to take, and the image of it, copied out of the engine's memory and sealed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.extent import ALIGNMENT, ExtentLayout, layout_of, seal
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, block_extras
+from headstart.block.representation import Representation
+from headstart.transfer.buffers import Staging, flat, gather, total_bytes
+from headstart.transfer.load import KVView
+
+EXTENT_BYTES = 64 << 20  # long enough that one layer of it is a good read, short enough to stage and to place
+_MAX_BLOCKS = 1024  # bounds the header, which is read whole however little of an extent is wanted
+
+
+class Saved(Protocol):
+    """The part of a save request that an extent is made of."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def source(self) -> KVView: ...
+    @property
+    def root(self) -> bytes: ...
+    @property
+    def salt(self) -> str | bytes | None: ...
+    @property
+    def shared_tokens(self) -> int: ...
+    @property
+    def retention(self) -> str: ...
+
+
+class ExtentBuilder:
+    """Builds one extent at a time in its own staging memory; an image is good until the next `build`. For one thread."""
+
+    limit_bytes = EXTENT_BYTES
+
+    def __init__(self, representation: Representation) -> None:
+        self.largest_bytes_per_token = 0  # seen so far
+        self._representation = representation
+        self._staging = Staging("save staging")
+        # The smallest extent there can be; what a varying piece will be is not known before.
+        blocks = representation.blocks_per_piece
+        self.least_bytes = ALIGNMENT if representation.varies else layout_of(representation, blocks).extent_bytes
+
+    def build(
+        self, saved: Saved, keys: Sequence[BlockKey], first: int, pieces: int, *, limit_bytes: int
+    ) -> tuple[memoryview, int]:
+        """Return the sealed image of the pieces from `first` on, and how many of `pieces` it holds: at least one, and no more
+        than fit into `limit_bytes`. `keys`: of all blocks of the prompt."""
+        representation, per_piece = self._representation, self._representation.blocks_per_piece
+        views: list[list[list[memoryview]]] = []
+        sizes = None
+        if representation.varies:
+            views, sizes = self._varying(saved.source, first, pieces, min(limit_bytes, EXTENT_BYTES))
+            count = sizes.shape[1]
+        else:
+            count = self._count(pieces, min(limit_bytes, EXTENT_BYTES), saved.retention)
+        blocks = range(first * per_piece, (first + count) * per_piece)
+        extras: tuple[bytes, ...] = ()
+        if saved.salt:
+            extras = tuple(
+                block_extras(block, salt=saved.salt, shared_tokens=saved.shared_tokens, contents=()) for block in blocks
+            )
+        layout = layout_of(
+            representation,
+            len(blocks),
+            piece_bytes=sizes,
+            extras_bytes=sum(map(len, extras)),
+            retention=saved.retention,
+        )
+        image = self._staging.take(layout.extent_bytes)
+        for layer, nbytes in enumerate(representation.layer_bytes):
+            if sizes is not None:
+                buffers = [buffer for piece in views for buffer in piece[layer]]
+            else:
+                assert nbytes is not None
+                buffers = _buffers(saved.source, layer, first, [nbytes] * count)
+            _copy(buffers, image, layout, layer, count)
+        seal(
+            image,
+            representation,
+            parent=keys[blocks.start - 1] if blocks.start else saved.root,
+            keys=keys[blocks.start : blocks.stop],
+            tokens=saved.tokens[blocks.start * BLOCK_TOKENS : blocks.stop * BLOCK_TOKENS],
+            extras=extras if any(extras) else (),
+            piece_bytes=sizes,
+            created_ms=int(time.time() * 1000),
+            retention=saved.retention,
+        )
+        self.largest_bytes_per_token = max(
+            self.largest_bytes_per_token, -(-layout.extent_bytes // (count * representation.piece_tokens))
+        )
+        return image, count
+
+    def _count(self, pieces: int, limit_bytes: int, retention: str) -> int:
+        """Return how many pieces to take so that `pieces` of them go into as few extents as the limit allows, evenly long."""
+        per_piece = self._representation.blocks_per_piece
+        most = min(pieces, max(1, _MAX_BLOCKS // per_piece))
+        while most > 1:
+            extent_bytes = layout_of(self._representation, most * per_piece, retention=retention).extent_bytes
+            if extent_bytes <= limit_bytes:
+                break
+            most = max(1, min(most - 1, most * limit_bytes // extent_bytes))
+        extents = -(-pieces // most)
+        return -(-pieces // extents)
+
+    def _varying(
+        self, source: KVView, first: int, pieces: int, limit_bytes: int
+    ) -> tuple[list[list[list[memoryview]]], npt.NDArray[np.uint32]]:
+        """Return [piece][layer] buffers and u32 [layers, pieces] sizes of as many pieces as fit; the source decides how large
+        each is, so pieces are asked for one by one."""
+        views: list[list[list[memoryview]]] = []
+        sizes: list[list[int]] = []
+        nbytes = 0
+        for piece in range(first, first + min(pieces, max(1, _MAX_BLOCKS // self._representation.blocks_per_piece))):
+            view = [
+                _buffers(source, layer, piece, [fixed or 0]) for layer, fixed in enumerate(self._representation.layer_bytes)
+            ]
+            size = [total_bytes(buffers) for buffers in view]
+            nbytes += sum(size)
+            if views and nbytes > limit_bytes - _header_allowance(len(views) + 1, self._representation):
+                break
+            views.append(view)
+            sizes.append(size)
+        return views, np.array(sizes, np.uint32).T.copy()
+
+
+def _header_allowance(pieces: int, representation: Representation) -> int:
+    """Return at least the bytes of a header and of the padding between regions, in an extent of `pieces` pieces."""
+    blocks = pieces * representation.blocks_per_piece
+    return 8192 + blocks * (32 + 4 * BLOCK_TOKENS + 128) + representation.layers * (pieces * 20 + 4096 + 8)
+
+
+def _buffers(source: KVView, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+    buffers = flat(source.buffers(layer, first, sizes))
+    nbytes = total_bytes(buffers)
+    if not nbytes or (all(sizes) and nbytes != sum(sizes)):
+        raise ValueError(f"the source gave {nbytes} bytes for {len(sizes)} pieces of layer {layer}, which have {sum(sizes)}")
+    return buffers
+
+
+def _copy(buffers: Sequence[memoryview], image: memoryview, layout: ExtentLayout, layer: int, pieces: int) -> None:
+    offset, nbytes = layout.piece_range(layer, 0, pieces)
+    gather(buffers, image[offset : offset + nbytes])

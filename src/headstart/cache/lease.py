@@ -1,0 +1,139 @@
+"""A lease: the extents of one match, protected while it is held, and the one load that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+
+from headstart.cache.faults import Quarantine, counted
+from headstart.cache.lookup import Run
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId, Tier
+from headstart.transfer.io_pool import IOPool
+from headstart.transfer.load import KVView, Load
+from headstart.transfer.span import Prompt, Span, start_reading
+
+_EXTENT_AT_FAULT = {"corrupt", "read", "stale", "collision", "gone"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tier as the cache uses it: with the threads that read from it and the extents of it that are avoided."""
+
+    tier: Tier
+    pool: IOPool
+    quarantine: Quarantine
+
+
+class Lease:
+    """The longest stored prefix of a prompt, protected from eviction until `release()` (twice is fine; also a context
+    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss. At least one token is left."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        runs: Sequence[Run],
+        prompt: Prompt,
+        *,
+        held: dict[int, list[ExtentId]],
+        timeout_s: float,
+        counters: Counters,
+    ) -> None:
+        """`held`: extents that are under this lease, by source number; exactly those are released."""
+        self.tokens = sum(run.pieces for run in runs) * prompt.representation.piece_tokens
+        self._sources = sources
+        self._runs = runs
+        self._prompt = prompt
+        self._timeout_s = timeout_s
+        self._counters = counters
+        self._lock = Lock()
+        self._held = held
+        self._load: Load | None = None
+        self._loading = False
+        self._released = False
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Matched tokens by the tier that they would be loaded from."""
+        tokens: dict[str, int] = {}
+        for run in self._runs:
+            name = self._sources[run.tier].tier.name
+            tokens[name] = tokens.get(name, 0) + run.pieces * self._prompt.representation.piece_tokens
+        return tokens
+
+    def load(self, into: KVView) -> Load:
+        """Start reading all matched pieces into `into`. Once per lease."""
+        with self._lock:
+            if self._released:
+                raise ValueError("this lease was released; match again before loading")
+            if self._load is not None or self._loading:
+                raise ValueError("this lease has given its load already; match again for another")
+            self._loading = True
+        names = [(self._sources[run.tier].tier.name, run.pieces) for run in self._runs]
+        load = Load(names, representation=self._prompt.representation, timeout_s=self._timeout_s, settle=self._settle)
+        self._load = load
+        spans = [self._span(run) for run in self._runs]
+        start_reading(load, spans, self._prompt, into)
+        return load
+
+    def release(self) -> None:
+        """Let the extents go; while a load is still reading from them, with the end of its last read."""
+        with self._lock:
+            self._released = True
+            held = {} if self._loading else self._take_held()
+        self._let_go(held)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.tokens_by_tier.items()) or "a miss"
+        return f"<Lease on {self.tokens} tokens: {where}{', released' if self._released else ''}>"
+
+    def _span(self, run: Run) -> Span:
+        source = self._sources[run.tier]
+        return Span(source.tier, source.pool, run.extent, first=run.first, pieces=run.pieces, start=run.start)
+
+    def _settle(self, load: Load) -> None:
+        """Count what the load brought, note the use, avoid what failed. Called once, when no read is under way any more."""
+        good_pieces = load.usable_tokens // load.representation.piece_tokens
+        for tier, tokens in load.tokens_by_tier.items():
+            self._counters.add(f"loaded_tokens_{tier}", tokens)
+        for number, source in enumerate(self._sources):
+            used = [run.extent for run in self._runs if run.tier == number and run.start < good_pieces]
+            if used:
+                with counted(self._counters, source.tier, "touch"):
+                    source.tier.touch(list(dict.fromkeys(used)))
+        failed: dict[int, list[ExtentId]] = {}
+        for reason, number in dict.fromkeys((fault.reason, fault.source) for fault in load.faults):
+            self._counters.add(f"load_failed_{reason}")
+            if reason in _EXTENT_AT_FAULT:
+                run = self._runs[number]
+                self._sources[run.tier].quarantine.avoid(run.extent, for_good=reason == "corrupt")
+                failed.setdefault(run.tier, []).append(run.extent)
+        with self._lock:
+            self._loading = False
+            if self._released:
+                held = self._take_held()
+            else:
+                # What failed is let go at once, so that a save that follows finds it deleted and writes its blocks anew.
+                held = {number: [e for e in self._held[number] if e in extents] for number, extents in failed.items()}
+                for number, extents in held.items():
+                    self._held[number] = [e for e in self._held[number] if e not in extents]
+        self._let_go(held)
+
+    def _take_held(self) -> dict[int, list[ExtentId]]:
+        held, self._held = self._held, {}
+        return held
+
+    def _let_go(self, held: dict[int, list[ExtentId]]) -> None:
+        for number, extents in held.items():
+            source = self._sources[number]
+            with counted(self._counters, source.tier, "release"):
+                source.tier.release(extents)
+            source.quarantine.delete_corrupt(extents)

@@ -1,0 +1,109 @@
+"""What lies where, decided from placements alone: the longest prefix in whole pieces, and what a save has to add. Pure.
+
+A piece counts as present in a tier only where all its blocks lie side by side in one extent, in whole pieces from its start,
+because only then can it be read and verified as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.tier.base import ExtentId, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Where each piece lies in one tier: `extents[i]` is an ExtentId or -1, `firsts[i]` the piece's place in it."""
+
+    extents: npt.NDArray[np.int64]
+    firsts: npt.NDArray[np.int64]
+
+    def leading(self) -> int:
+        """Return how many pieces from the first on are present."""
+        return first_true(self.extents < 0)
+
+    def extents_in_order(self) -> list[ExtentId]:
+        """Return every extent that holds a piece, once, in the order of the prompt."""
+        return [ExtentId(extent) for extent in dict.fromkeys(self.extents.tolist()) if extent >= 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`pieces` pieces of the prompt from `start` on, lying side by side in `extent` of tier number `tier` from `first` on."""
+
+    tier: int
+    extent: ExtentId
+    first: int
+    start: int
+    pieces: int
+
+
+def pieces_of(placement: Placement, *, blocks_per_piece: int, excluded: Sequence[int] = ()) -> Pieces:
+    """Return where whole pieces lie, given where their blocks do; those in `excluded` extents count as absent."""
+    if blocks_per_piece == 1:
+        extents = placement.extents.astype(np.int64)
+        firsts = placement.positions.astype(np.int64)
+    else:
+        by_piece = placement.extents.reshape(-1, blocks_per_piece)
+        positions = placement.positions.reshape(-1, blocks_per_piece).astype(np.int64)
+        firsts = positions[:, 0] // blocks_per_piece
+        whole = (by_piece == by_piece[:, :1]).all(axis=1)
+        whole &= (positions == firsts[:, None] * blocks_per_piece + np.arange(blocks_per_piece)).all(axis=1)
+        extents = np.where(whole, by_piece[:, 0], -1).astype(np.int64)
+    if len(excluded):
+        extents[np.isin(extents, np.asarray(excluded, np.int64))] = -1
+    return Pieces(extents, firsts)
+
+
+def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
+    """Return the runs that make up the longest prefix, each piece from the first of `tiers` that has it.
+
+    `tiers`: (number, pieces), fastest first; pieces may be those from a later piece on: they are aligned at their ends."""
+    if not tiers:
+        return []
+    count = max(len(pieces.extents) for _, pieces in tiers)
+    tier_of = np.full(count, -1, np.int64)
+    extent_of = np.full(count, -1, np.int64)
+    first_of = np.full(count, -1, np.int64)
+    for number, pieces in tiers:
+        start = count - len(pieces.extents)
+        take = np.flatnonzero((pieces.extents >= 0) & (tier_of[start:] < 0))
+        tier_of[start + take] = number
+        extent_of[start + take] = pieces.extents[take]
+        first_of[start + take] = pieces.firsts[take]
+    hit = first_true(tier_of < 0)
+    edge = np.ones(hit, np.bool_)
+    edge[1:] = (
+        (tier_of[1:hit] != tier_of[: hit - 1])
+        | (extent_of[1:hit] != extent_of[: hit - 1])
+        | (first_of[1:hit] != first_of[: hit - 1] + 1)
+    )
+    starts = np.flatnonzero(edge)
+    lengths = np.diff(np.append(starts, hit))
+    return [
+        Run(int(tier_of[start]), ExtentId(int(extent_of[start])), int(first_of[start]), int(start), int(pieces))
+        for start, pieces in zip(starts, lengths, strict=True)
+    ]
+
+
+def absent_runs(present: Sequence[npt.NDArray[np.bool_]]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (first, pieces, tiers) for consecutive pieces that the same tiers lack, in the order of the prompt.
+
+    `present[t][i]`: piece i is in tier number t."""
+    lacks = ~np.stack(present)  # [tiers, pieces]
+    edges = np.flatnonzero((lacks[:, 1:] != lacks[:, :-1]).any(axis=0)) + 1
+    bounds = [0, *edges.tolist(), lacks.shape[1]]
+    for first, end in pairwise(bounds):
+        tiers = np.flatnonzero(lacks[:, first]).tolist() if end > first else []
+        if tiers:
+            yield first, end - first, tiers
+
+
+def first_true(flags: npt.NDArray[np.bool_]) -> int:
+    """Return the index of the first True, or the length where there is none."""
+    return int(np.argmax(flags)) if flags.any() else len(flags)

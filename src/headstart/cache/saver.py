@@ -1,0 +1,274 @@
+"""Writing behind: a bounded queue of saves and the one thread that works it off. The engine never waits for a medium.
+
+For each prompt the thread asks every tier which pieces it lacks, copies runs of those from the engine's memory into extents,
+seals them, and writes each to all tiers that lack it. From head to tail, so that what a full tier drops is a tail, and under
+leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches the memory tier the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.keys import BlockKey, chain_keys
+from headstart.block.representation import Representation
+from headstart.cache.extents import ExtentBuilder
+from headstart.cache.faults import counted
+from headstart.cache.lookup import Pieces, absent_runs, pieces_of
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId, Tier
+from headstart.transfer.load import KVView
+
+_VARYING_BYTES_PER_TOKEN = 512 << 10  # assumed where sizes vary, until a real one was seen; more than any model of today has
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """Tokens of the prompt that are in the slowest tier that takes writes now (`stored_tokens`), new bytes written, and, when
+    something was not kept, why: "queue-full", "full", "error", "closed" …"""
+
+    stored_tokens: int
+    written_bytes: int
+    reason: str | None
+
+
+class Ticket:
+    """What became of a save. `wait(timeout_s) -> SaveResult`; `done`; never raises for a medium that failed."""
+
+    def __init__(self) -> None:
+        self._condition = Condition()
+        self._result: SaveResult | None = None
+        self._callbacks: list[Callable[[Ticket], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """True once nothing is read from the source any more."""
+        return self._result is not None
+
+    def wait(self, timeout_s: float = 30.0) -> SaveResult:
+        """Return what became of the save; with reason "timeout" while it is still under way after `timeout_s`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._result is not None, timeout_s)
+            return self._result or SaveResult(stored_tokens=0, written_bytes=0, reason="timeout")
+
+    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
+        """Call back once the source may go (at once if that is so already)."""
+        with self._condition:
+            if self._result is None:
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def finish(self, result: SaveResult) -> None:
+        """Settle the ticket. The first result counts."""
+        with self._condition:
+            if self._result is not None:
+                return
+            self._result = result
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            self._call(callback)
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self._result or 'of a save under way'}>"
+
+    def _call(self, callback: Callable[[Ticket], None]) -> None:
+        try:
+            callback(self)
+        except Exception:  # noqa: BLE001 - an engine's mistake must not end the saver's thread
+            _log.exception("a callback of a ticket failed")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more."""
+
+    tokens: npt.NDArray[np.uint32]
+    source: KVView
+    root: bytes
+    salt: str | bytes | None
+    shared_tokens: int
+    retention: str
+
+
+class Saver:
+    """Owns the queue and the thread. `submit` never blocks; `close` is bounded."""
+
+    def __init__(self, tiers: Sequence[Tier], representation: Representation, *, queue_bytes: int, counters: Counters) -> None:
+        self._tiers = tiers
+        self._representation = representation
+        self._digest = representation.digest
+        self._queue_bytes = queue_bytes
+        self._counters = counters
+        self._builder = ExtentBuilder(representation)
+        self._condition = Condition()
+        self._queue: deque[tuple[SaveRequest, int, Ticket]] = deque()
+        self._queued_bytes = 0
+        self._closing = False
+        self._stop = False  # at the next extent's edge: the time for closing is over
+        self._thread = Thread(target=self._work, name="save", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: SaveRequest) -> Ticket:
+        """Queue a save, or return a ticket that is done already, with the reason."""
+        ticket = Ticket()
+        nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._varying_bytes_per_token())
+        with self._condition:
+            # One save is always let in, however large: else long prompts could never be kept.
+            if self._closing:
+                reason = "closed"
+            elif self._queued_bytes and self._queued_bytes + nbytes > self._queue_bytes:
+                reason = "queue-full"
+            else:
+                self._queue.append((request, nbytes, ticket))
+                self._queued_bytes += nbytes
+                self._condition.notify()
+                return ticket
+        self._dropped(ticket, reason)
+        return ticket
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is queued within `timeout_s`, drop the rest; False if the thread is stuck in a tier and left behind."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        self._thread.join(timeout_s)
+        with self._condition:
+            self._stop = True
+            dropped = [ticket for _, _, ticket in self._queue]
+            self._queue.clear()
+        for ticket in dropped:
+            self._dropped(ticket, "closed")
+        self._thread.join(min(timeout_s, 1.0))
+        return not self._thread.is_alive()
+
+    def _varying_bytes_per_token(self) -> int:
+        return self._builder.largest_bytes_per_token or _VARYING_BYTES_PER_TOKEN
+
+    def _dropped(self, ticket: Ticket, reason: str) -> None:
+        self._counters.add(f"save_dropped_{reason}")
+        ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=reason))
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closing:
+                    self._condition.wait()  # idle: bounded by close(), which the owner calls
+                if not self._queue:
+                    return
+                request, nbytes, ticket = self._queue.popleft()
+            try:
+                result = self._save(request)
+            except Exception:  # noqa: BLE001 - the thread's outer edge: a source that fails must not end all saving
+                self._counters.add("save_errors")
+                _log.exception("a save failed unexpectedly")
+                result = SaveResult(stored_tokens=0, written_bytes=0, reason="error")
+            with self._condition:
+                self._queued_bytes -= nbytes
+            if result.reason is not None:
+                self._counters.add(f"save_dropped_{result.reason}")
+            self._counters.add("saved_bytes", result.written_bytes)
+            ticket.finish(result)
+            del request, ticket  # an idle thread keeps no source alive
+
+    def _save(self, request: SaveRequest) -> SaveResult:
+        keys = chain_keys(request.tokens, root=request.root, salt=request.salt, shared_tokens=request.shared_tokens)
+        targets = [_Target(tier) for tier in self._tiers]
+        try:
+            for target in targets:
+                if self._limit(target) < self._builder.least_bytes:
+                    target.reason = "too-large"  # or it would cut every extent to one piece for the others
+            present = [self._hold(target, keys) >= 0 for target in targets]
+            written_bytes = 0
+            for first, pieces, lacking in absent_runs(present):
+                written_bytes += self._save_run(request, keys, first, pieces, [targets[number] for number in lacking])
+            return self._conclude(targets, keys, written_bytes)
+        finally:
+            for target in targets:
+                with counted(self._counters, target.tier, "release"):
+                    target.tier.release(target.held)
+
+    def _save_run(
+        self, request: SaveRequest, keys: Sequence[BlockKey], first: int, pieces: int, targets: Sequence[_Target]
+    ) -> int:
+        """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them; return bytes."""
+        written_bytes = 0
+        per_piece = self._representation.blocks_per_piece
+        end = first + pieces
+        while first < end:
+            if self._stop:
+                for target in targets:
+                    target.reason = target.reason or "closed"
+            targets = [target for target in targets if target.reason is None]
+            limits = [self._limit(target) for target in targets]
+            if not targets:
+                break
+            image, count = self._builder.build(request, keys, first, end - first, limit_bytes=min(limits))
+            for target in targets:
+                outcome = "error"
+                with counted(self._counters, target.tier, "write"):
+                    written = target.tier.write(image, self._representation, retention=request.retention)
+                    outcome = written.reason
+                    if written.stored:
+                        self._hold(target, keys[first * per_piece : (first + count) * per_piece])
+                if outcome == "written":
+                    written_bytes += image.nbytes
+                elif outcome != "present":
+                    target.reason = outcome  # what follows is this prompt's tail: this tier goes without it
+            first += count
+        return written_bytes
+
+    def _limit(self, target: _Target) -> int:
+        limit = getattr(target.tier, "max_extent_bytes", None)
+        return self._builder.limit_bytes if limit is None else int(limit(self._representation))
+
+    def _hold(self, target: _Target, keys: Sequence[BlockKey]) -> npt.NDArray[np.int64]:
+        """Lease the extents in which the pieces of `keys` lie; return them, -1 where a piece is absent."""
+        pieces = self._locate(target.tier, keys)
+        extents = pieces.extents_in_order()
+        with counted(self._counters, target.tier, "lease"):
+            kept = target.tier.lease(extents)
+            target.held += [extent for extent, ok in zip(extents, kept, strict=True) if ok]
+            gone = [extent for extent, ok in zip(extents, kept, strict=True) if not ok]
+            pieces.extents[np.isin(pieces.extents, gone)] = -1
+        return pieces.extents
+
+    def _locate(self, tier: Tier, keys: Sequence[BlockKey]) -> Pieces:
+        per_piece = self._representation.blocks_per_piece
+        with counted(self._counters, tier, "locate"):
+            return pieces_of(tier.locate(self._digest, keys), blocks_per_piece=per_piece)
+        nowhere = np.full(len(keys) // per_piece, -1, np.int64)
+        return Pieces(nowhere, nowhere)
+
+    def _conclude(self, targets: Sequence[_Target], keys: Sequence[BlockKey], written_bytes: int) -> SaveResult:
+        """Note the use of what the prompt consists of now, heads last, and say how much of it is kept."""
+        leading = []
+        for target in targets:
+            pieces = self._locate(target.tier, keys)
+            leading.append(pieces.leading() * self._representation.piece_tokens)
+            with counted(self._counters, target.tier, "touch"):
+                target.tier.touch(pieces.extents_in_order())
+        takes = [number for number, target in enumerate(targets) if target.reason is None]
+        refused = [target.reason for target in targets if target.reason is not None]
+        return SaveResult(
+            stored_tokens=leading[takes[-1] if takes else -1],
+            written_bytes=written_bytes,
+            reason=refused[-1] if refused else None,
+        )
+
+
+class _Target:
+    """A tier during one save: the extents held there, and why it takes no more of this prompt."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.held: list[ExtentId] = []
+        self.reason: str | None = None
