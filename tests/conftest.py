@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+pytest_plugins = ["model_fixtures"]
+
 # dev and ci repeat exactly; soak looks for what nobody has seen yet and prints how to see it again.
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=50, derandomize=True, deadline=None, suppress_health_check=_QUIET)
