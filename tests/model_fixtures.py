@@ -1,8 +1,9 @@
 """Models for tests, as folders that `headstart.engine` and `headstart.render` read like any other.
 
 `smollm2_folder`: the real demo model, made once in the repository's ignored `models/` folder; mark its tests `real_model`.
-`tiny_model_folder(kind, **config)`: a random model of some 100,000 weights, equal in every run, with a byte-level tokenizer
-(fewer words than the embedding has rows, as real models have) and a ChatML template. A session builds each (kind, config) once; leave the folder unchanged, copy it to spoil it.
+`tiny_model_folder(kind, **config)`: a random model of some 100,000 weights, equal in every run, with a ChatML template and
+a byte-level tokenizer (of fewer words than the embedding has rows, as real models have). A session builds each (kind, config)
+once; leave the folder unchanged, copy it to spoil it.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refres
             f"{name}: GGUF files are not served yet by this version; give a folder with config.json and *.safetensors",
             name=name,
         )
-    elif path.is_dir():
+    elif name and path.is_dir():
         found = ModelFolder(path=path.resolve(), name=path.resolve().name, digests=digests)
-    elif path.exists():
+    elif path.is_file():
         raise ModelError(f"{name} is a file; give the folder that holds config.json and *.safetensors", name=name)
     elif _HUB_NAME.fullmatch(name):
         found = ModelFolder(path=_from_hub(name, on_progress, refresh=refresh), name=name, digests=digests)

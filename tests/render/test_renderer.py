@@ -1,0 +1,164 @@
+"""Prompts become the token ids that the model's own template and tokenizer give, or a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.errors import ModelError, RequestError
+from headstart.render import Renderer
+
+USER = {"role": "user", "content": "Größe 😀?"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def test_importing_the_room_imports_no_heavy_library() -> None:
+    heavy = "{'transformers', 'tokenizers', 'torch', 'jinja2'}"
+    program = f"import sys, headstart.render; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_chat_is_what_the_template_writes(renderer: Renderer) -> None:
+    ids = renderer.chat([{"role": "system", "content": "Be brief."}, USER])
+    want = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGröße 😀?<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == renderer.completion(want)
+    assert renderer.decode(ids) == "system\nBe brief.\nuser\nGröße 😀?\nassistant\n"
+
+
+def test_the_next_turn_begins_with_the_previous_prompt_and_its_answer(renderer: Renderer) -> None:
+    """What makes a chat's prefix reusable."""
+    prompt = renderer.chat([USER])
+    answer = renderer.completion("Yes.")
+    following = renderer.chat([USER, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}])
+    assert following[: len(prompt) + len(answer)] == prompt + answer
+
+
+def test_the_generation_prompt_can_be_left_out(renderer: Renderer) -> None:
+    without = renderer.chat([USER], add_generation_prompt=False)
+    assert renderer.chat([USER])[: len(without)] == without
+    assert renderer.decode(renderer.chat([USER])[len(without) :]) == "assistant\n"
+
+
+def test_tools_and_tool_calls_reach_the_template_as_objects(renderer: Renderer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "seen"}]
+    text = renderer.decode(renderer.chat(messages, tools=[TOOL]))
+    assert json.dumps(TOOL["function"]) in text
+    assert '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>' in text
+
+
+def test_a_long_prompt_is_never_cut(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "cutting")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert len(Renderer.load(folder).completion("word " * 1000)) > 1000
+
+
+def test_token_ids_pass_unchanged(renderer: Renderer) -> None:
+    assert renderer.completion([5, 1, 0]) == [5, 1, 0]
+
+
+@pytest.mark.parametrize(("prompt", "param"), [("", "prompt"), ([], "prompt"), ([1, -1], "prompt[1]"), ([10**6], "prompt[0]")])
+def test_a_prompt_that_is_no_prompt_is_refused(renderer: Renderer, prompt: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        renderer.completion(prompt)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("token", [True, "1", 1.0, None])
+def test_what_is_not_an_integer_is_no_token(renderer: Renderer, token: Any) -> None:
+    with pytest.raises(RequestError, match="a token id is 0 to"):
+        renderer.completion([token])
+
+
+def test_a_lone_surrogate_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(RequestError, match="no character") as caught:
+        renderer.chat([{"role": "user", "content": "a\ud800"}])
+    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match="no character"):
+        renderer.completion("\udfff")
+
+
+def with_template(tokenizer_folder: Path, tmp_path: Path, template: str | None) -> Renderer:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "changed")
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return Renderer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages[9].content }}", "refuses these messages"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{% if %}", "refuses these messages"),
+        (None, "no chat template; use /v1/completions"),
+    ],
+)
+def test_a_template_that_refuses_becomes_a_sentence(
+    tokenizer_folder: Path, tmp_path: Path, template: str | None, said: str
+) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        with_template(tokenizer_folder, tmp_path, template).chat([USER])
+    assert caught.value.param == "messages"
+
+
+def test_stop_ids_come_from_tokenizer_configuration_and_template(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    assert Renderer.load(folder).stop_ids == {0, 2}  # <|endoftext|>, <|im_end|>
+    (folder / "config.json").write_text('{"eos_token_id": 7, "vocab_size": 600}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    changed = Renderer.load(folder)
+    assert changed.stop_ids == {0, 2, 7, 8, 9}
+    assert changed.vocabulary == 600
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", b'{"version": "1.0", "mod', "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", b"{}", "tokenizer.json describes no tokenizer"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "Nonsense"}}', "cannot be loaded"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
+        ("generation_config.json", b"\xff", "generation_config.json is not valid JSON"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_with_the_file_named(
+    tokenizer_folder: Path, tmp_path: Path, file: str, content: bytes | None, said: str
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "damaged")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ModelError, match=said):
+        Renderer.load(folder)
+
+
+@pytest.mark.real_model
+def test_the_demo_model_s_prompt_is_what_its_makers_publish(smollm2_folder: Path) -> None:
+    renderer = Renderer.load(smollm2_folder)
+    ids = renderer.chat([{"role": "user", "content": "In  2024, 1234"}])
+    assert ids[:3] == [1, 9690, 198]  # <|im_start|>, system, newline
+    # Every digit is a token of its own, and the spaces before one are not split.
+    assert [renderer.decode([token]) for token in renderer.completion("In  2024")] == ["In", "  ", "2", "0", "2", "4"]
+    assert renderer.stop_ids == {0, 2}
+    assert renderer.vocabulary == 49152
+
+
+def test_every_kind_of_model_folder_renders(tiny_model_folder: Callable[..., Path]) -> None:
+    renderer = Renderer.load(tiny_model_folder("qwen2"))
+    assert renderer.decode(renderer.chat([USER])) == "user\nGröße 😀?\nassistant\n"
+    assert renderer.vocabulary == 512
