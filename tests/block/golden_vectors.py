@@ -1,6 +1,6 @@
 """Writes the golden files from the present code. Run it only when the format version goes up; a diff here is a new format.
 
-    python tests/block/golden_vectors.py
+python tests/block/golden_vectors.py
 """
 
 from __future__ import annotations

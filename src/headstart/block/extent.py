@@ -304,8 +304,11 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
     if representation.varies:
         piece_bytes = np.frombuffer(owned, "<u4", layers * pieces, at.piece_bytes).astype(np.uint32, copy=False)
         piece_bytes = piece_bytes.reshape(layers, pieces)
+    name = owned[FIXED_BYTES : FIXED_BYTES + retention_bytes]
+    _agree("padded retention class", owned[FIXED_BYTES : at.layer_table], name.ljust(at.layer_table - FIXED_BYTES, b"\0"))
+    _agree("created, top bit", created_ms >> 63, 0)
     try:
-        retention = owned[FIXED_BYTES : FIXED_BYTES + retention_bytes].decode()
+        retention = name.decode()
         layout = layout_of(
             representation,
             blocks,

@@ -140,8 +140,8 @@ def padded(nbytes: int, alignment: int) -> int:
 def encode_retention(retention: str) -> bytes:
     """Return the name of a retention class as it stands in a header. Raises ValueError when it does not fit."""
     name = retention.encode()
-    if not 1 <= len(name) <= _MAX_RETENTION_BYTES:
-        raise ValueError(f"retention class {retention!r} has {len(name)} bytes; a name has 1 to {_MAX_RETENTION_BYTES}")
+    if not 1 <= len(name) <= _MAX_RETENTION_BYTES or not retention.isprintable():
+        raise ValueError(f"retention class {retention!r} is no name of 1 to {_MAX_RETENTION_BYTES} printable bytes")
     return name
 
 
