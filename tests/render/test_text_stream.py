@@ -67,6 +67,16 @@ def test_stop_strings_taken_from_the_text_itself_are_found(renderer: Renderer, d
     assert stream_all(renderer, tokens, stop)[1].stopped
 
 
+def test_of_several_stop_strings_in_one_token_the_first_complete_counts(renderer: Renderer) -> None:
+    token = max(range(renderer.vocabulary), key=lambda token: len(renderer.decode([token])))
+    text = renderer.decode([token])
+    assert len(text) >= 5
+    parts = [text[a:b] for a in range(5) for b in range(a + 1, 6)]
+    for first in parts:
+        for second in parts:
+            check(renderer, [token], [first, second])
+
+
 @given(raw=st.binary(min_size=1, max_size=24))
 @example(raw="😀".encode()[:3] + b"a")
 @example(raw=b"\xff" * 20 + "é".encode())
