@@ -1,0 +1,124 @@
+"""The command line without a model: help is quick, wrong use is a sentence and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.cli import run_cli
+from headstart.errors import HeadstartError
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = run_cli(list(arguments))
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return code, said
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from headstart.cli import run_cli; code = run_cli(['--help']);"
+        "heavy = {'torch', 'transformers', 'numpy', 'uvicorn', 'starlette', 'rich', 'msgspec', 'httpx'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("serve", "run", "pull", "demo", "version"):
+        assert f"  {command} " in done.stdout
+
+
+def test_every_setting_of_a_server_is_a_flag_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    from headstart.config import settings
+
+    assert run_cli(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for key, setting in settings().items():
+        assert key == "model" or f"  {setting.flag} " in text
+
+
+def test_version_can_be_read_by_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["headstart"]
+
+
+def test_an_unknown_command_or_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = fails(capsys, "servee")
+    assert (code, "servee" in said) == (2, True)
+    code, said = fails(capsys, "serve", "--cache-memroy", "1GiB")
+    assert code == 2
+    assert "--cache-memory" in said
+
+
+def test_an_unknown_model_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = fails(capsys, "run", "hi", "--model", "smollm", "--models-directory", str(tmp_path))
+    assert (code, said.count("\n")) == (3, 1)
+    assert said.startswith("headstart: unknown model 'smollm'")
+
+
+def test_a_directory_without_weights_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    code, said = fails(capsys, "run", "hi", "--model", str(tmp_path))
+    assert (code, said.count("\n")) == (3, 1)
+    assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_a_missing_extra_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str
+) -> None:
+    from headstart.engine.torch import open_engine
+
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(
+        "headstart.cli.run.open_model", lambda config, on_progress: open_engine(tmp_path, config, on_progress=on_progress)
+    )
+    code, said = fails(capsys, "run", "hi")
+    assert code == 3
+    assert "pip install 'headstart[torch]'" in said
+
+
+def test_a_port_in_use_is_a_sentence_before_any_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = fails(capsys, "serve", "no-such-model", "--port", str(port))
+    assert (code, said.count("\n")) == (4, 1)
+    assert f"port {port} of 127.0.0.1 is in use" in said
+
+
+def test_an_address_that_is_not_ours_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = fails(capsys, "serve", "no-such-model", "--host", "192.0.2.1", "--port", "0")
+    assert code == 2
+    assert "cannot listen on port 0 of 192.0.2.1" in said
+
+
+def test_an_unknown_configuration_key_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "headstart.toml"
+    file.write_text("[server]\nprot = 8000\n")
+    code, said = fails(capsys, "serve", "--config", str(file))
+    assert (code, said.count("\n")) == (2, 1)
+    assert "unknown configuration key 'server.prot'" in said
+    assert "did you mean 'server.port'?" in said
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headstart.cli.pull.chosen_config", interrupted)
+    assert run_cli(["pull"]) == 130
+
+
+def test_an_error_raised_on_purpose_is_its_sentence_and_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise HeadstartError("something is wrong; do something else")
+
+    monkeypatch.setattr("headstart.cli.pull.chosen_config", broken)
+    assert fails(capsys, "pull") == (1, "headstart: something is wrong; do something else\n")
