@@ -134,6 +134,9 @@ def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) 
 
 
 def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
+    pending = GaugeMetricFamily("headstart_saves_pending", "Saves that are not written yet.", labels=_LABELS)
+    pending.add_metric(labels, statistics.counters.get("save_calls", 0) - statistics.counters.get("saves_done", 0))
+    yield pending
     for name, value in sorted(statistics.counters.items()):
         family = CounterMetricFamily(f"headstart_cache_{_word(name)}", "A counter of the prefix cache.", labels=_LABELS)
         family.add_metric(labels, value)

@@ -125,17 +125,19 @@ class PrefixCache:
         if not self._sources or not whole:
             ticket = Ticket()
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=None if self._sources else "no-tier"))
-            return ticket
-        return self._saver.submit(
-            SaveRequest(
-                tokens=prompt_tokens[:whole],
-                source=source,
-                root=self._root if identity is None else identity.root(),
-                salt=salt,
-                shared_tokens=shared_tokens,
-                retention=retention,
+        else:
+            ticket = self._saver.submit(
+                SaveRequest(
+                    tokens=prompt_tokens[:whole],
+                    source=source,
+                    root=self._root if identity is None else identity.root(),
+                    salt=salt,
+                    shared_tokens=shared_tokens,
+                    retention=retention,
+                )
             )
-        )
+        ticket.add_done_callback(lambda _: self._counters.add("saves_done"))  # save_calls less this are under way
+        return ticket
 
     def statistics(self) -> CacheStatistics:
         tiers = []
