@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +28,13 @@ def piece_check(*, algorithm: str, representation: bytes, key: bytes, layer: int
     Raises ExtentCorrupt(reason="algorithm") for an algorithm that this version does not know.
 
     For the boundary state `layer` is STATE_LAYER and `key` that of the extent's last block."""
-    check = start_check(algorithm, representation, key, layer)
+    if algorithm not in ALGORITHM_IDS:
+        raise ExtentCorrupt(f"check algorithm {algorithm!r} is unknown to this version", reason="algorithm")
+    check = xxhash.xxh3_128(representation + key + struct.pack("<I", layer))
     for buffer in buffers:
         check.update(flat(buffer))
     digest: bytes = check.digest()
     return digest
-
-
-def start_check(algorithm: str, representation: bytes, key: bytes, layer: int) -> Any:
-    """Return a hash object that has taken in what binds a piece; `update` it with the piece and take its `digest`."""
-    if algorithm not in ALGORITHM_IDS:
-        raise ExtentCorrupt(f"check algorithm {algorithm!r} is unknown to this version", reason="algorithm")
-    return xxhash.xxh3_128(representation + key + struct.pack("<I", layer))
 
 
 def header_check(header: memoryview, *, at: int) -> bytes:
@@ -54,4 +48,6 @@ def header_check(header: memoryview, *, at: int) -> bytes:
 def flat(buffer: Buffer) -> memoryview:
     """Return the bytes of a contiguous buffer in one row."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    if not view.nbytes:
+        return memoryview(b"")  # cast() refuses a shape with a zero in it
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

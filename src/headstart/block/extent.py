@@ -10,8 +10,7 @@ representation, so that bytes that belong elsewhere never pass. `docs/format.md`
 
     layout = layout_of(representation, blocks)       # writer: an image of layout.extent_bytes, pieces at layout.piece_range
     header = seal(image, representation, …)          #   … checks, padding and header
-    header = decode_header(data, representation)     # reader: the header, then pieces, then
-    good = verify_pieces(header, layout, …)          #   … how many of them may be used
+    header = decode_header(data, representation)     # reader: the header, then pieces, each with its piece_check
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from headstart.block.checks import (
     flat,
     header_check,
     piece_check,
-    start_check,
 )
 from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, chain, token_bytes
 from headstart.block.layout import (
@@ -61,7 +59,6 @@ __all__ = [
     "piece_check",
     "seal",
     "verify_chain",
-    "verify_pieces",
 ]
 
 _MAGIC = b"HSEXTENT"
@@ -138,21 +135,21 @@ def seal(
     if len(image) != layout.extent_bytes:
         raise ValueError(f"the image has {len(image)} bytes, the extent {layout.extent_bytes}; allocate what layout_of says")
     digest = representation.digest
+    algorithm = "xxh3-128"
     checks = bytearray()
     for layer, offset in enumerate(layout.layer_offsets):
         end = offset
         for piece in range(layout.pieces):
             start, end = end, offset + layout.bytes_before(layer, piece + 1)
-            check = start_check("xxh3-128", digest, keys[_last_block(piece, representation.blocks_per_piece)], layer)
-            check.update(image[start:end])
-            checks += check.digest()
+            key = keys[(piece + 1) * representation.blocks_per_piece - 1]
+            checks += piece_check(algorithm=algorithm, representation=digest, key=key, layer=layer, buffers=[image[start:end]])
         # Arenas are reused: whatever an earlier extent left in the padding must not reach a medium.
         image[end : padded(end, ALIGNMENT)] = bytes(-end % ALIGNMENT)
     state_end = layout.state_offset + state_bytes
     state_check = bytes(CHECK_BYTES)
     if state_bytes:
         state = image[layout.state_offset : state_end]
-        state_check = piece_check(algorithm="xxh3-128", representation=digest, key=keys[-1], layer=STATE_LAYER, buffers=[state])
+        state_check = piece_check(algorithm=algorithm, representation=digest, key=keys[-1], layer=STATE_LAYER, buffers=[state])
     image[state_end:] = bytes(layout.extent_bytes - state_end)
     header = ExtentHeader(
         representation=digest,
@@ -166,6 +163,7 @@ def seal(
         state_check=state_check,
         created_ms=created_ms,
         retention=retention,
+        algorithm=algorithm,
     )
     image[: layout.header_bytes] = encode_header(header, representation)
     return header
@@ -345,39 +343,6 @@ def verify_chain(header: ExtentHeader) -> bool:
     return tuple(chain(header.parent, token_bytes(header.tokens), extras)) == header.keys
 
 
-def verify_pieces(
-    header: ExtentHeader, layout: ExtentLayout, *, layer: int, first: int, count: int, buffers: Sequence[Buffer]
-) -> int:
-    """Return how many leading pieces of first … first+count-1 of `layer` are what was written. `buffers` hold them together,
-    in order; where one buffer ends and the next starts need not be an edge of a piece. Raises ValueError when the buffers
-    are not exactly as long as the pieces."""
-    _, nbytes = layout.piece_range(layer, first, count)
-    views = [flat(buffer) for buffer in buffers]
-    if sum(map(len, views)) != nbytes:
-        raise ValueError(f"the buffers have {sum(map(len, views))} bytes, {count} pieces of layer {layer} have {nbytes}")
-    blocks_per_piece = len(header.keys) // layout.pieces
-    wanted = header.checks[layer]
-    rest = iter(views)
-    view = memoryview(b"")
-    end = layout.bytes_before(layer, first)
-    for done in range(count):
-        piece = first + done
-        start, end = end, layout.bytes_before(layer, piece + 1)
-        key = header.keys[_last_block(piece, blocks_per_piece)]
-        check = start_check(header.algorithm, header.representation, key, layer)
-        missing = end - start
-        while missing:
-            if not view:
-                view = next(rest)
-            part = view[:missing]
-            check.update(part)
-            missing -= len(part)
-            view = view[len(part) :]
-        if check.digest() != wanted[piece].tobytes():
-            return done
-    return count
-
-
 def _decode_extras(section: bytes, blocks: int) -> tuple[bytes, ...]:
     extras = []
     at = 0
@@ -394,10 +359,6 @@ def _decode_extras(section: bytes, blocks: int) -> tuple[bytes, ...]:
 
 def _flags(*, varies: bool, extras_bytes: int, state_bytes: int) -> int:
     return _FLAG_EXTRAS * (extras_bytes > 0) | _FLAG_VARIES * varies | _FLAG_STATE * (state_bytes > 0)
-
-
-def _last_block(piece: int, blocks_per_piece: int) -> int:
-    return (piece + 1) * blocks_per_piece - 1
 
 
 def _require(fits: bool, what: str) -> None:

@@ -119,12 +119,6 @@ class BlockIndex:
             self._pack()
         return removed
 
-    def keys_of(self, extent: int) -> npt.NDArray[np.uint8]:
-        """Return the key prefixes u8 [n, 16] that point to `extent`, by position. Looks at every row: 1 ms a million."""
-        rows = np.flatnonzero(self._places[: self._used, 0] == extent) if extent != _DEAD else np.empty(0, np.int64)
-        rows = rows[np.argsort(self._places[rows, 1], kind="stable")]
-        return self._prefixes[rows].view(np.uint8).reshape(-1, PREFIX_BYTES)
-
     def _find(self, prefixes: _Prefixes) -> _Rows:
         """Return the row of each key, dead rows included, or -1.
 
