@@ -77,12 +77,9 @@ def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
         extent_of[start + take] = pieces.extents[take]
         first_of[start + take] = pieces.firsts[take]
     hit = first_true(tier_of < 0)
+    tier_of, extent_of, first_of = tier_of[:hit], extent_of[:hit], first_of[:hit]
     edge = np.ones(hit, np.bool_)
-    edge[1:] = (
-        (tier_of[1:hit] != tier_of[: hit - 1])
-        | (extent_of[1:hit] != extent_of[: hit - 1])
-        | (first_of[1:hit] != first_of[: hit - 1] + 1)
-    )
+    edge[1:] = (tier_of[1:] != tier_of[:-1]) | (extent_of[1:] != extent_of[:-1]) | (first_of[1:] != first_of[:-1] + 1)
     starts = np.flatnonzero(edge)
     lengths = np.diff(np.append(starts, hit))
     return [

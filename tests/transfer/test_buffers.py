@@ -1,0 +1,60 @@
+"""Bytes spread over buffers are cut and copied without a byte lost, and staging memory is aligned and reused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.testing.fake_kv import aligned_bytes
+from headstart.transfer.buffers import Staging, flat, gather, is_aligned, scatter, split
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.lists(st.integers(0, 60), max_size=12))
+def test_split_hands_out_every_byte_once_in_order(lengths: list[int], sizes: list[int]) -> None:
+    data = bytes(i % 251 for i in range(sum(lengths)))
+    edges = np.cumsum([0, *lengths]).tolist()
+    buffers = [memoryview(data)[a:b] for a, b in pairwise(edges)]
+    while sum(sizes) > len(data):
+        sizes.pop()
+    runs = split(buffers, sizes)
+    assert [sum(part.nbytes for part in run) for run in runs] == sizes
+    assert b"".join(bytes(part) for run in runs for part in run) == data[: sum(sizes)]
+
+
+def test_what_is_scattered_is_gathered_again() -> None:
+    data = memoryview(bytes(range(200)))
+    parts = [memoryview(bytearray(n)) for n in (0, 3, 150, 47)]
+    scatter(data, parts)
+    back = memoryview(bytearray(200))
+    gather(parts, back)
+    assert back == data
+
+
+def test_buffers_of_any_format_are_seen_as_bytes() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    (view,) = flat([array.data])
+    assert bytes(view) == array.tobytes()
+    with pytest.raises(TypeError):
+        flat([array[:, ::2].data])
+
+
+def test_alignment_means_address_and_length() -> None:
+    memory = aligned_bytes(3 * 4096).data
+    assert is_aligned([memory[:4096], memory[8192:], memory[5:5]])
+    assert not is_aligned([memory[8 : 4096 + 8]])
+    assert not is_aligned([memory[:4000]])
+
+
+def test_staging_is_aligned_reused_and_grows() -> None:
+    staging = Staging("test")
+    first = staging.take(5000)
+    assert is_aligned([first[:4096]])
+    first[:5] = b"abcde"
+    assert bytes(staging.take(6000)[:5]) == b"abcde"
+    large = staging.take(5 << 20)
+    assert (large.nbytes, bytes(large[:5])) == (5 << 20, bytes(5))
+    assert bytes(first[:5]) == b"abcde"  # memory lives as long as somebody looks at it
