@@ -1,4 +1,4 @@
-"""`headstart demo`: the main job on a real model. A prompt is computed once; the server is killed; its successor answers from disk.
+"""`headstart demo`: the main job on a real model. A prompt is computed once; the server dies; its successor answers from disk.
 
 What is compared with what, so that the figures mean something:
 
@@ -20,17 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headstart.cli.demo_probe import Probed, ProbeRequest
 from headstart.cli.server_process import Answer, ServerProcess
 from headstart.errors import HeadstartError
 from headstart.tier import page_cache
+from headstart.tier.arena import Arena
 
 PROMPT_FOLDER = Path(__file__).parent / "agent_prompt"
 MAX_TOKENS = 32
@@ -70,7 +74,9 @@ def system_prompt() -> str:
     parts = [PROMPT_FOLDER / name for name in ("system.md", "tools.json", "handbook.md", "logbook.md")]
     missing = [path.name for path in parts if not path.is_file()]
     if missing:
-        raise HeadstartError(f"the demo's prompt is not complete: {PROMPT_FOLDER} lacks {', '.join(missing)}; reinstall headstart")
+        raise HeadstartError(
+            f"the demo's prompt is not complete: {PROMPT_FOLDER} lacks {', '.join(missing)}; reinstall headstart"
+        )
     return "\n\n".join(path.read_text(encoding="utf-8").strip() for path in parts)
 
 
@@ -117,12 +123,12 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
         finally:
             plain.stop()
         say("the floor: the same suffix over KV that is already in memory …")
-        floors = _floors(common, rounds=rounds, cached=[hit.usage["prompt_cache_hit_tokens"] for hit in hits])
+        asked = list(zip(QUESTIONS, (hit.usage["prompt_cache_hit_tokens"] for hit in hits), strict=False))
+        probed = probe(model, cache, asked=asked, compare=None if hits[0].text == reference.text else QUESTIONS[0])
     finally:
         server.kill()
     hit = statistics.median(answer.first_token_s for answer in hits)
-    floor, disk = statistics.median(floors["floor_s"]), statistics.median(disk_times)
-    same = hits[0].text == reference.text or _same_within_tolerance(common, hits[0].text, reference.text)
+    floor, disk = statistics.median(probed.floor_s), statistics.median(disk_times)
     middle = sorted(hits, key=lambda answer: answer.first_token_s)[len(hits) // 2]
     unchecked = any(count is None for count in resident)
     return DemoResult(
@@ -135,18 +141,20 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
         disk_s=disk,
         speedup=cold.first_token_s / hit,
         ratio_to_limit=hit / max(floor, disk),
-        same_tokens=same,
-        shared_prefix_tokens=floors["shared_prefix_tokens"],
+        same_tokens=probed.same_tokens,
+        shared_prefix_tokens=probed.shared_prefix_tokens,
         rounds=rounds,
         page_cache_bytes=None if unchecked else max(count or 0 for count in resident),
         hits=tuple(answer.first_token_s for answer in hits),
-        floors=tuple(floors["floor_s"]),
+        floors=tuple(probed.floor_s),
     )
 
 
 @click.command()
 @click.argument("model", default="smollm2-135m")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, len(QUESTIONS)), help="restarts to take medians over")
+@click.option(
+    "--rounds", default=3, show_default=True, type=click.IntRange(1, len(QUESTIONS)), help="restarts to take medians over"
+)
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="where to keep the demo's cache and log")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of a table")
 def demo(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
@@ -192,7 +200,11 @@ def _table(result: DemoResult) -> Table:
         ("the disk alone", f"{result.disk_s:.2f} s", f"{result.bytes_read / result.disk_s / 1e9:.2f} GB/s"),
         ("speed-up", f"{result.speedup:.1f}x", "cold over from disk"),
         ("ratio to the limit", f"{result.ratio_to_limit:.2f}", "from disk over the larger of floor and disk"),
-        ("same tokens", "yes" if result.same_tokens else "NO", f"greedy, {MAX_TOKENS} tokens, against a run with the cache off"),
+        (
+            "same tokens",
+            "yes" if result.same_tokens else "NO",
+            f"greedy, {MAX_TOKENS} tokens, against a run with the cache off",
+        ),
     ):
         table.add_row(name, value, note)
     return table
@@ -222,10 +234,6 @@ def _wait_until_saved(server: ServerProcess, timeout_s: float = 60.0) -> None:
 
 def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_bytes: int = 2 << 20) -> float:
     """Seconds to read `nbytes` of the files with O_DIRECT into huge-page buffers, computing nothing. Median of three."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from headstart.tier.arena import Arena
-
     jobs: list[tuple[int, int]] = []  # (file, offset)
     arena = Arena(threads * request_bytes, touch=True, name="demo")
     descriptors = [os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)) for path in paths]
@@ -251,17 +259,24 @@ def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_byt
             os.close(fd)
 
 
-def _probe(arguments: list[str], request: dict[str, object]) -> dict[str, list[float] | int | bool]:
-    """Ask an engine in a process of its own (`demo_probe`): this one must not hold a tensor library and its threads."""
+def probe(model: str, cache: Path, *, asked: Sequence[tuple[str, int]], compare: str | None) -> Probed:
+    """Ask an engine in a process of its own: this one must hold no tensor library and its threads while servers are timed."""
+    request = ProbeRequest(
+        model=model,
+        cache=str(cache),
+        prompts=[messages_for(question) for question, _ in asked],
+        other=messages_for(FIRST_QUESTION),
+        cached_tokens=[cached for _, cached in asked],
+        compare=None if compare is None else messages_for(compare),
+        max_tokens=MAX_TOKENS,
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "headstart.cli.demo_probe", *arguments],
-        input=json.dumps(request),
+        [sys.executable, "-m", "headstart.cli.demo_probe"],
+        input=msgspec.json.encode(request),
         capture_output=True,
-        text=True,
         timeout=900,
         check=False,
     )
     if done.returncode != 0:
-        raise HeadstartError(f"measuring the floor failed: {done.stderr[-1000:]}")
-    answer: dict[str, list[float] | int | bool] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+        raise HeadstartError(f"measuring the floor failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)

@@ -104,7 +104,9 @@ class ServerProcess:
             process.kill()
             process.wait(timeout=30)
 
-    def ask(self, messages: Sequence[dict[str, str]], *, max_tokens: int, on_text: Callable[[str], None] | None = None) -> Answer:
+    def ask(
+        self, messages: Sequence[dict[str, str]], *, max_tokens: int, on_text: Callable[[str], None] | None = None
+    ) -> Answer:
         """Send one chat request, greedy, streaming, and time its first token."""
         body = {
             "model": "demo",
