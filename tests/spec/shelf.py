@@ -150,10 +150,10 @@ class Shelf:
 
     def _disk_tier(self, capacity_bytes: int, representation: Representation, crashable: bool, durability: str) -> Tier:
         if not crashable:
-            return DiskTier(self.directory, capacity_bytes=capacity_bytes, durability=durability)
+            return DiskTier.open(self.directory, capacity_bytes=capacity_bytes, durability=durability)
         if self.faulty_disk.died.is_set():
             self.faulty_disk = FaultyDisk(self.disk)
-        return DiskTier(self.disk.root / "kv", capacity_bytes=capacity_bytes, durability=durability, disk=self.faulty_disk)
+        return DiskTier.open(self.disk.root / "kv", capacity_bytes=capacity_bytes, durability=durability, disk=self.faulty_disk)
 
 
 def _flip(path: Path, at: int) -> None:

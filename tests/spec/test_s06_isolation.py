@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,10 @@ LLAMA = {
     "_name_or_path": "some/where",
     "transformers_version": "5.0.0",
 }
+
+
+def digest(text: str) -> bytes:
+    return sha256(text.encode()).digest()
 
 
 # Keys: what goes in decides what comes out, and nothing else does.
@@ -60,7 +65,7 @@ def test_no_two_combinations_of_extra_parts_share_a_key() -> None:
     """Adapter, version, salt and content with equal text in different places; only an absent and an empty salt are one."""
     seen: dict[bytes, tuple[object, ...]] = {}
     for adapter, version, salt, image in itertools.product(_PARTS, _PARTS, _PARTS, _PARTS):
-        identity = replace(IDENTITY, adapters=() if adapter is None else (adapter.encode(),), version=version)
+        identity = replace(IDENTITY, adapters=() if adapter is None else (digest(adapter),), version=version)
         contents = [] if not image else [Content(start=3, tokens=10, digest=image.encode() * 16)]
         key = chain_keys(TOKENS[:64], root=identity.root(), salt=salt, contents=contents)[0]
         what = (adapter, version, salt or None, image or None)
@@ -68,17 +73,18 @@ def test_no_two_combinations_of_extra_parts_share_a_key() -> None:
     assert len(seen) == 4 * 4 * 3 * 3
 
 
-@given(st.binary(min_size=20, max_size=20), st.sets(st.integers(0, 20), min_size=2, max_size=2))
+@given(st.binary(min_size=80, max_size=80), st.sets(st.integers(16, 64), min_size=2, max_size=2))
 def test_splitting_the_same_bytes_elsewhere_is_another_identity(data: bytes, splits: set[int]) -> None:
     roots = {replace(IDENTITY, weights=data[:n], architecture=data[n:]).root() for n in splits}
     roots |= {replace(IDENTITY, adapters=(data[:n], data[n:])).root() for n in splits}
-    assert len(roots) == 4
+    roots |= {replace(IDENTITY, adapters=(data[:n],), version=data[n:].hex()).root() for n in splits}
+    assert len(roots) == 6
 
 
 def test_a_secret_crafted_to_continue_another_tenants_name_gives_another_key() -> None:
-    pairs = [("org_1", "2345"), ("org_12345", ""), ("a", "bc"), ("ab", "c")]
-    roots = [replace(IDENTITY, adapters=(a.encode(), b.encode())).root() for a, b in pairs]
-    assert len(set(roots)) == len(pairs)
+    names = ["org_1" + "2345", "org_12345" + "\0", "org_1\0" + "2345", "org_1"]
+    first = [chain_keys(TOKENS[:64], root=ROOT, salt=name)[0] for name in names]
+    assert len(set(first)) == len(names)
 
 
 def test_an_images_whole_digest_and_its_place_reach_every_key_that_it_touches() -> None:
@@ -161,7 +167,7 @@ def test_a_setting_that_only_names_changes_nothing() -> None:
 _OTHERS = {
     "weights": {"weights": b"\x22" * 32},
     "architecture": {"architecture": b'{"model_type":"other"}'},
-    "adapter": {"adapters": (b"d1" * 16,)},
+    "adapter": {"adapters": (digest("d1"),)},
     "version": {"version": "2"},
 }
 

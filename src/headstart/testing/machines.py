@@ -1,0 +1,348 @@
+"""Random histories against models that may lose but never lie (hypothesis state machines).
+
+`TierMachine` drives a tier beside a set of what was written: what it locates must have been written and must read back to
+the bit, what is leased must stay, and its books must be whole after each step. `CacheMachine` drives a whole PrefixCache, its
+disk included: saves, loads, leases, pressure, faults, rot, a process that dies amid any call to the disk, power cuts.
+
+A subclass says what is under test; a canary subclass whose tier lies must fail, or the harness looks away:
+
+    class MemoryMachine(TierMachine):
+        def make_tier(self): return MemoryTier(self.capacity_bytes)
+
+    TestMemory = MemoryMachine.TestCase
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headstart.block.extent import layout_of
+from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.testing.crash_disk import CrashDisk
+from headstart.testing.fake_kv import TINY, FakeKV
+from headstart.testing.faults import Fault, FaultyTier, TierFault, TierVerb
+from headstart.testing.faulty_disk import DiskFault, FaultyDisk, ProcessDied
+from headstart.testing.round_trip import TIMEOUT_S, finish, match
+from headstart.tier.base import ExtentId, ReadRange, Tier
+
+PROMPTS = 8
+_LONGEST = 12  # pieces of a prompt at most
+
+
+@lru_cache(maxsize=256)
+def machine_prompt(number: int, pieces: int, salt: str | None = None) -> FakeKV:
+    """Return one of a family of prompts in which some share a head of three pieces and then part."""
+    head = np.arange(3 * 64, dtype=np.uint32) + np.uint32(number % 2 * 1000)
+    tail = np.arange(_LONGEST * 64, dtype=np.uint32) + np.uint32(1_000_000 * (number + 1))
+    return FakeKV(TINY, np.concatenate([head, tail])[: pieces * 64 + 1].tolist(), salt=salt)
+
+
+_numbers = st.integers(0, PROMPTS - 1)
+_lengths = st.integers(1, _LONGEST)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Subclasses make the tier; a `persistent` one is closed and made again between steps."""
+
+    persistent = False
+    capacity_bytes = 1 << 20
+
+    def make_tier(self) -> Tier:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = self.make_tier()
+        self.written: set[bytes] = set()  # keys of every block that was ever handed over
+        self.held: Counter[ExtentId] = Counter()
+
+    @rule(number=_numbers, pieces=_lengths, first=st.integers(0, _LONGEST - 1))
+    def write(self, number: int, pieces: int, first: int) -> None:
+        kv = machine_prompt(number, _LONGEST)
+        count = min(pieces, _LONGEST - first)
+        outcome = self.tier.write(kv.image(first, count), TINY)
+        keys = kv.keys[first : first + count]
+        self.written |= set(keys)
+        assert outcome.stored == (outcome.reason in ("written", "present"))
+        if outcome.stored:
+            assert -1 not in self.tier.locate(TINY.digest, keys).extents
+
+    @rule(number=_numbers)
+    def read_what_is_located(self, number: int) -> None:
+        kv = machine_prompt(number, _LONGEST)
+        placement = self.tier.locate(TINY.digest, kv.keys)
+        for block, key in enumerate(kv.keys):
+            extent, position = ExtentId(int(placement.extents[block])), int(placement.positions[block])
+            if extent == -1:
+                continue
+            assert key in self.written, "a block is found that nobody wrote"
+            assert self.tier.lease([extent]) == [True]
+            self._compare(kv, block, extent, position)
+            self.tier.release([extent])
+
+    @rule(number=_numbers)
+    def lease(self, number: int) -> None:
+        for extent in self._extents_of(number):
+            if self.tier.lease([extent])[0]:
+                self.held[extent] += 1
+
+    @precondition(lambda self: self.held)
+    @rule(pick=st.integers(0, 1000))
+    def release(self, pick: int) -> None:
+        extent = sorted(self.held)[pick % len(self.held)]
+        self.tier.release([extent])
+        self.held[extent] -= 1
+        self.held += Counter()  # drops what is at zero
+
+    @rule(number=_numbers)
+    def touch(self, number: int) -> None:
+        self.tier.touch(self._extents_of(number))
+
+    @rule(number=_numbers)
+    def delete(self, number: int) -> None:
+        extents = self._extents_of(number)
+        removed = self.tier.delete(extents, reason="user")
+        assert removed == sum(extent not in self.held for extent in extents)
+        assert {e for e in extents if self.tier.info(e) is not None} == {e for e in extents if e in self.held}
+
+    @precondition(lambda self: self.persistent)
+    @rule()
+    def reopen(self) -> None:
+        before = {info.keys: info.extent_bytes for info in self.tier.scan()}
+        self._let_go()
+        self.tier.close()
+        self.tier = self.make_tier()
+        assert {info.keys: info.extent_bytes for info in self.tier.scan()} == before
+
+    @invariant()
+    def books_are_whole(self) -> None:
+        statistics = self.tier.statistics()
+        assert statistics.live_bytes <= statistics.allocated_bytes <= self.capacity_bytes
+        scanned = list(self.tier.scan())
+        assert (len(scanned), sum(info.blocks for info in scanned)) == (statistics.extents, statistics.blocks)
+        assert self.tier.check() == []
+
+    @invariant()
+    def leased_extents_are_there(self) -> None:
+        assert all(self.tier.info(extent) is not None for extent in self.held)
+
+    def teardown(self) -> None:
+        self._let_go()
+        assert self.tier.check() == []
+        self.tier.close()
+
+    def _compare(self, kv: FakeKV, block: int, extent: ExtentId, position: int) -> None:
+        info = self.tier.info(extent)
+        assert info is not None
+        layout = layout_of(TINY, info.blocks)
+        for layer in range(TINY.layers):
+            offset, nbytes = layout.piece_range(layer, position, 1)
+            got = bytearray(nbytes)
+            self.tier.read([ReadRange(extent, offset, [memoryview(got)])])
+            assert got == kv.piece(layer, block).tobytes(), f"block {block}, layer {layer}: other bytes than were written"
+
+    def _extents_of(self, number: int) -> list[ExtentId]:
+        found = self.tier.locate(TINY.digest, machine_prompt(number, _LONGEST).keys).extents
+        return [ExtentId(e) for e in dict.fromkeys(found.tolist()) if e != -1]
+
+    def _let_go(self) -> None:
+        for extent, count in self.held.items():
+            self.tier.release([extent] * count)
+        self.held.clear()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A subclass opens the cache on `self.faulty_disk` in `open_cache`, its slowest tier wrapped in a FaultyTier that it keeps
+    in `self.faulty`; capacity small enough that some dozen saves fill it."""
+
+    faulty: FaultyTier
+
+    def open_cache(self) -> PrefixCache:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hook = threading.excepthook
+        threading.excepthook = lambda args: None if args.exc_type is ProcessDied else self._hook(args)
+        self.disk = CrashDisk()
+        self.faulty_disk = FaultyDisk(self.disk)
+        self.saved: dict[tuple[int, str | None], int] = {}  # pieces that were ever handed over: what may at most come back
+        self.leases: list[tuple[Lease, FakeKV]] = []
+        self.disturbed = False  # a fault was injected or bytes rotted since the cache was opened
+        self.cache = self.open_cache()
+
+    @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a"]))
+    def save(self, number: int, pieces: int, salt: str | None) -> None:
+        kv = machine_prompt(number, pieces, salt)
+        self._handed_over(number, pieces, salt)
+        result = self.cache.save(kv.tokens.tolist(), kv, salt=salt).wait(TIMEOUT_S)
+        assert 0 <= result.stored_tokens <= pieces * 64
+        assert result.reason != "timeout"
+        if not self.disturbed and result.reason is None:
+            assert result.stored_tokens == pieces * 64
+
+    @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a", "b"]))
+    def load(self, number: int, pieces: int, salt: str | None) -> None:
+        kv = machine_prompt(number, pieces, salt)
+        with match(self.cache, kv) as lease:
+            self._may_be_there(lease, number, salt)
+            self._load(lease, kv)
+
+    @rule(number=_numbers, pieces=_lengths)
+    def match_twice(self, number: int, pieces: int) -> None:
+        kv = machine_prompt(number, pieces)
+        with match(self.cache, kv) as one, match(self.cache, kv) as two:
+            if not self.disturbed:
+                assert one.tokens == two.tokens
+
+    @precondition(lambda self: len(self.leases) < 4)
+    @rule(number=_numbers, pieces=_lengths)
+    def hold(self, number: int, pieces: int) -> None:
+        kv = machine_prompt(number, pieces)
+        lease = match(self.cache, kv)
+        self._may_be_there(lease, number, None)
+        self.leases.append((lease, kv))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 3), load=st.booleans())
+    def let_go(self, pick: int, load: bool) -> None:
+        lease, kv = self.leases.pop(pick % len(self.leases))
+        if load:
+            self._load(lease, kv)
+        lease.release()
+        lease.release()
+
+    @rule(start=st.integers(0, 50))
+    def press(self, start: int) -> None:
+        """More than there is room for, all of it new."""
+        for number in range(100 + start, 112 + start):
+            kv = machine_prompt(number, _LONGEST)
+            self._handed_over(number, _LONGEST, None)
+            self.cache.save(kv.tokens.tolist(), kv).wait(TIMEOUT_S)
+
+    @rule(
+        verb=st.sampled_from(["read", "write", "locate", "lease", "touch", "delete"]),
+        kind=st.sampled_from(["eio", "enospc", "corrupt"]),
+        every=st.integers(1, 4),
+    )
+    def tier_fails(self, verb: TierVerb, kind: TierFault, every: int) -> None:
+        self.disturbed = True
+        self.faulty.inject(Fault(verb, kind, every=every))
+
+    @rule(kind=st.sampled_from(["flip", "foreign", "short"]), every=st.integers(1, 4))
+    def tier_lies(self, kind: TierFault, every: int) -> None:
+        self.disturbed = True
+        self.faulty.inject(Fault("read", kind, every=every))
+
+    @rule(
+        call=st.sampled_from(["any", "open", "read", "write", "sync", "punch", "truncate", "rename", "unlink"]),
+        kind=st.sampled_from(["eio", "enospc", "emfile", "late", "short", "flip"]),
+        every=st.integers(1, 5),
+    )
+    def disk_fails(self, call: str, kind: Any, every: int) -> None:
+        self.disturbed = True
+        self.faulty_disk.inject(DiskFault(call, kind, every=every))
+
+    @rule()
+    def heal(self) -> None:
+        self.faulty.heal()
+        self.faulty_disk.heal()
+
+    @rule(share=st.floats(0, 1, exclude_max=True), pick=st.integers(0, 1000))
+    def rot(self, share: float, pick: int) -> None:
+        files = [(path, len(data)) for path, data in self.disk.files().items() if data]
+        if files:
+            self.disturbed = True
+            path, nbytes = files[pick % len(files)]
+            self.disk.damage(path, int(share * nbytes))
+
+    @rule()
+    def reopen(self) -> None:
+        self.heal()
+        self._release_all()
+        self.cache.close()
+        self._open_again()
+
+    @rule(power_cut=st.none() | st.integers(0, 10_000))
+    def crash(self, power_cut: int | None) -> None:
+        self.faulty.heal()
+        self.faulty_disk.bury()
+        if power_cut is None:
+            self.disk.kill()
+        else:
+            self.disk.power_cut(power_cut)
+        self.leases.clear()  # they died with their process
+        with suppress(ProcessDied):
+            self.cache.close()
+        self._open_again()
+
+    @rule(call=st.integers(1, 40), after=st.booleans(), number=_numbers, pieces=_lengths)
+    def die_amid_a_save(self, call: int, after: bool, number: int, pieces: int) -> None:
+        kv = machine_prompt(number, pieces)
+        self._handed_over(number, pieces, None)
+        self.faulty_disk.die_at(call, after=after)
+        with suppress(ProcessDied):
+            ticket = self.cache.save(kv.tokens.tolist(), kv)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not ticket.done and not self.faulty_disk.died.wait(0.0005):
+                assert time.monotonic() < deadline, "a save neither ends nor dies"
+        self.crash(power_cut=None)
+
+    @invariant()
+    def capacity_is_kept(self) -> None:
+        for statistics in self.cache.statistics().tiers:
+            assert statistics.live_bytes <= statistics.allocated_bytes <= statistics.capacity_bytes
+
+    @invariant()
+    def books_are_whole(self) -> None:
+        if not self.disturbed:
+            assert self.cache.check() == []
+
+    def teardown(self) -> None:
+        self.heal()
+        self._release_all()
+        with suppress(ProcessDied):
+            self.cache.close()
+        threading.excepthook = self._hook
+
+    def _open_again(self) -> None:
+        self.faulty_disk = FaultyDisk(self.disk)
+        self.disturbed = False
+        self.cache = self.open_cache()
+        for problem in self.cache.check():
+            raise AssertionError(f"a reopened cache is not whole: {problem}")
+
+    def _load(self, lease: Lease, kv: FakeKV) -> None:
+        found = finish(lease, kv)
+        assert found.wrong == [], f"wrong bytes were called usable: {found.wrong[0]}"
+        if not self.disturbed:
+            assert found.usable_tokens == lease.tokens, "a leased block was not there"
+
+    def _may_be_there(self, lease: Lease, number: int, salt: str | None) -> None:
+        most = max((self._shared(number, salt, other) for other in self.saved.items()), default=0)
+        assert lease.tokens <= most * 64, "a prompt is found that nobody saved"
+
+    def _shared(self, number: int, salt: str | None, other: tuple[tuple[int, str | None], int]) -> int:
+        (saved_number, saved_salt), pieces = other
+        if salt != saved_salt:
+            return 0
+        if number == saved_number:
+            return pieces
+        return min(3, pieces) if number % 2 == saved_number % 2 else 0
+
+    def _handed_over(self, number: int, pieces: int, salt: str | None) -> None:
+        self.saved[number, salt] = max(pieces, self.saved.get((number, salt), 0))
+
+    def _release_all(self) -> None:
+        for lease, _ in self.leases:
+            lease.release()
+        self.leases.clear()

@@ -1,0 +1,83 @@
+"""The state machines: over every tier and a whole cache, and two canaries that must be caught."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.testing.crash_disk import CrashDisk
+from headstart.testing.fake_kv import IDENTITY, TINY
+from headstart.testing.faults import Fault, FaultyTier
+from headstart.testing.machines import CacheMachine, TierMachine
+from headstart.tier.base import Tier
+from headstart.tier.disk import DiskTier
+from headstart.tier.memory import MemoryTier
+
+
+class MemoryMachine(TierMachine):
+    def make_tier(self) -> Tier:
+        return MemoryTier(self.capacity_bytes)
+
+
+class DiskMachine(TierMachine):
+    persistent = True
+    capacity_bytes = 4 << 20
+
+    def __init__(self) -> None:
+        self.disk = CrashDisk()
+        super().__init__()
+
+    def make_tier(self) -> Tier:
+        return DiskTier.open(self.disk.root / "kv", capacity_bytes=self.capacity_bytes, disk=self.disk)
+
+
+class WholeCacheMachine(CacheMachine):
+    def open_cache(self) -> PrefixCache:
+        disk = DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk)
+        self.faulty = FaultyTier(disk)
+        return PrefixCache([MemoryTier(512 << 10), self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0)
+
+
+class DiskOnlyCacheMachine(WholeCacheMachine):
+    def open_cache(self) -> PrefixCache:
+        self.faulty = FaultyTier(DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk))
+        return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0)
+
+
+class NeighboursBytes(TierMachine):
+    """A tier that now and then returns its neighbour's bytes."""
+
+    def make_tier(self) -> Tier:
+        return FaultyTier(MemoryTier(self.capacity_bytes), Fault("read", "foreign", every=5))
+
+
+class BelievesItsTiers(CacheMachine):
+    """A cache that verifies nothing, over a tier that lies."""
+
+    def open_cache(self) -> PrefixCache:
+        self.faulty = FaultyTier(MemoryTier(4 << 20), Fault("read", "flip", every=3))
+        self.faulty.trusted = True
+        return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY)
+
+
+MACHINES = [MemoryMachine, DiskMachine, WholeCacheMachine, DiskOnlyCacheMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_no_history_breaks_a_promise(machine: type[TierMachine | CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_no_long_history_breaks_a_promise(machine: type[TierMachine | CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=80))
+
+
+@pytest.mark.parametrize("canary", [NeighboursBytes, BelievesItsTiers], ids=lambda machine: machine.__name__)
+def test_a_machine_over_a_liar_fails(canary: type[TierMachine | CacheMachine]) -> None:
+    unshrunk = settings(max_examples=300, stateful_step_count=25, database=None, phases=[Phase.generate])
+    with pytest.raises((AssertionError, ExceptionGroup), match=r"other bytes than were written|wrong bytes were called usable"):
+        run_state_machine_as_test(canary, settings=unshrunk)
