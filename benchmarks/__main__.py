@@ -1,0 +1,48 @@
+"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from benchmarks import harness, hit, overhead
+
+BENCHMARKS = {"hit": hit, "overhead": overhead}
+PAGE = harness.RESULTS.parent.parent / "docs" / "benchmarks.md"
+
+
+def main() -> None:
+    """Run what was named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], help="which; all if none is named")
+    parser.add_argument("--smoke", action="store_true", help="once and small: does it run at all? Writes nothing")
+    parser.add_argument("--tables", action="store_true", help="run nothing; write the tables of the stored results")
+    options = parser.parse_args()
+    for name in () if options.tables else options.names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        result = benchmark.run(smoke=options.smoke)
+        print(benchmark.table(result))
+        if not options.smoke:
+            harness.write_result(name, result)
+    if not options.smoke:
+        write_page()
+
+
+def write_page() -> None:
+    """Put each stored result's table between its markers in docs/benchmarks.md."""
+    page = PAGE.read_text()
+    for name, benchmark in BENCHMARKS.items():
+        stored = harness.RESULTS / f"{name}.json"
+        if not stored.exists():
+            continue
+        result = json.loads(stored.read_text())
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, rest = page.split(start, 1)
+        after = rest.split(end, 1)[1]
+        ran = ", ".join(f"{key} {value}" for key, value in result["where"].items())
+        page = f"{before}{start}{benchmark.table(result)}\n\nRun: {ran}.\n{end}{after}"
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
