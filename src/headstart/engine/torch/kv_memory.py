@@ -51,11 +51,11 @@ class KVShape:
     def region_bytes(self, tokens: int) -> int:
         return self.layers * self.layer_bytes(_whole_blocks(tokens))
 
-    def representation(self, *, kind_of_heads: int) -> Representation:
-        """How pieces of this KV are laid down; `kind_of_heads`: the model's query heads, which tell MHA from GQA."""
+    def representation(self, *, query_heads: int) -> Representation:
+        """How pieces of this KV are laid down; `query_heads` tells MHA from GQA."""
         piece = 2 * self.heads * BLOCK_TOKENS * self.head_token_bytes
         return Representation(
-            kind="mha" if kind_of_heads == self.heads else "gqa",
+            kind="mha" if query_heads == self.heads else "gqa",
             layout=LAYOUT,
             dtype=str(self.dtype).removeprefix("torch."),
             layer_bytes=(piece,) * self.layers,

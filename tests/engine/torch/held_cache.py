@@ -1,0 +1,182 @@
+"""A prefix cache in a dict whose loads go on only as far as the test lets them: for the engine's part in every race."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Condition
+from typing import Any
+
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.block.representation import Representation
+from headstart.errors import LoadFailed
+
+
+class HeldLoad:
+    """A load of `tokens` tokens. The test calls `bring(layer)`, `fail(usable_tokens=…)` and `end()`."""
+
+    def __init__(self, cache: HeldCache, key: tuple[int, ...], into: Any) -> None:
+        self._cache, self._key, self._into = cache, key, into
+        self._condition = Condition()
+        self._brought: set[int] = set()
+        self._failed = False
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.cancelled = False
+        self.done = False
+        self.usable_tokens = 0
+        self.bytes_read = 0
+        self.seconds = 0.0
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        return {"disk": self.usable_tokens}
+
+    def wait(self, layer: int, timeout_s: float | None = None) -> None:
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._failed or layer in self._brought, timeout_s):
+                raise LoadFailed("not there", timed_out=True, usable_tokens=0)
+            if self._failed:
+                raise LoadFailed("broken", timed_out=False, usable_tokens=0)
+
+    def result(self, timeout_s: float | None = None) -> int:
+        with self._condition:
+            if not self._condition.wait_for(lambda: self.done, timeout_s):
+                raise LoadFailed("not done", timed_out=True, usable_tokens=0)
+        return self.usable_tokens
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        with self._condition:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def bring(self, *layers: int) -> None:
+        for layer in layers:
+            pieces = self._cache.stored[self._key][layer]
+            for first, piece in enumerate(pieces):
+                at = 0
+                for buffer in self._into.buffers(layer, first, [len(piece)]):
+                    buffer[:] = piece[at : at + buffer.nbytes]
+                    at += buffer.nbytes
+                self.bytes_read += at
+        with self._condition:
+            self._brought.update(layers)
+            if len(self._brought) == self._cache.representation.layers:
+                self.usable_tokens = len(self._key)
+            self._condition.notify_all()
+
+    def fail(self) -> None:
+        with self._condition:
+            self._failed = True
+            self._condition.notify_all()
+
+    def end(self, usable_tokens: int | None = None) -> None:
+        """No read can touch the destination any more. Late bytes may have come until now: the test's to write."""
+        with self._condition:
+            self.done = True
+            self.seconds = 0.1
+            if usable_tokens is not None:
+                self.usable_tokens = usable_tokens
+            callbacks, self._callbacks = self._callbacks, []
+            self._condition.notify_all()
+        for callback in callbacks:
+            callback(self)
+
+    def overwrite(self, byte: int) -> None:
+        """Late bytes land."""
+        for layer in range(self._cache.representation.layers):
+            for first, piece in enumerate(self._cache.stored[self._key][layer]):
+                for buffer in self._into.buffers(layer, first, [len(piece)]):
+                    buffer[:] = bytes([byte]) * buffer.nbytes
+
+
+class HeldLease:
+    def __init__(self, cache: HeldCache, key: tuple[int, ...]) -> None:
+        self._cache, self._key = cache, key
+        self.tokens = len(key)
+        self.releases = 0
+
+    def load(self, into: Any) -> HeldLoad:
+        load = HeldLoad(self._cache, self._key, into)
+        with self._cache.condition:
+            self._cache.loads.append(load)
+            self._cache.condition.notify_all()
+        return load
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+class HeldTicket:
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._done = False
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self._done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def end(self) -> None:
+        self._done = True
+        for callback in self._callbacks:
+            callback(self)
+
+
+class HeldCache:
+    """Saves are copied and done at once, unless `hold_saves`: then their tickets wait in `tickets`."""
+
+    def __init__(self, representation: Representation) -> None:
+        self.representation = representation
+        self.stored: dict[tuple[int, ...], list[list[bytes]]] = {}  # prefix → layer → piece
+        self.loads: list[HeldLoad] = []
+        self.leases: list[HeldLease] = []
+        self.saves: list[tuple[int, ...]] = []
+        self.tickets: list[HeldTicket] = []
+        self.hold_saves = False
+        self.condition = Condition()
+        self.closed = 0
+
+    def match(self, tokens: Sequence[int], *, salt: str | None = None) -> HeldLease:
+        longest = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        prefixes = (tuple(tokens[:length]) for length in range(longest, 0, -BLOCK_TOKENS))
+        lease = HeldLease(self, next((prefix for prefix in prefixes if prefix in self.stored), ()))
+        self.leases.append(lease)
+        return lease
+
+    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None) -> HeldTicket:
+        whole = len(tokens) // BLOCK_TOKENS
+        self.saves.append(tuple(tokens))
+        for pieces in range(1, whole + 1):
+            self.stored[tuple(tokens[: pieces * BLOCK_TOKENS])] = [
+                [b"".join(map(bytes, source.buffers(layer, first, [size]))) for first in range(pieces)]
+                for layer, size in enumerate(self.representation.layer_bytes)
+                if size is not None
+            ]
+        ticket = HeldTicket()
+        if self.hold_saves:
+            self.tickets.append(ticket)
+        else:
+            ticket.end()
+        return ticket
+
+    def next_load(self, number: int = 0) -> HeldLoad:
+        with self.condition:
+            assert self.condition.wait_for(lambda: len(self.loads) > number, 30), "no load was started"
+            return self.loads[number]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def eventually(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Return once `what()` is true: for what another thread does at its own pace."""
+    until = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.001)

@@ -1,0 +1,119 @@
+"""Stock transformers as the reference, and what tests of the torch engine need to drive one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.engine.base import EngineInfo, GenerationRequest, TokenEvent
+from headstart.engine.torch.engine import TorchEngine
+from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.model import TorchModel, load_model
+
+_numbers = itertools.count()
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, a KV head for each query head": ("llama", {"num_key_value_heads": 4}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows in some layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {}),
+    "mistral, a short window": ("mistral", {"sliding_window": 20}),
+}
+
+
+def stock(folder: Path, implementation: str = "eager") -> Any:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=torch.float32, attn_implementation=implementation).eval()
+
+
+@torch.inference_mode()
+def stock_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def stock_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """`count` tokens, going on past any stop token."""
+    tokens = list(prompt)
+    cache = None
+    for _ in range(count):
+        fresh = tokens if cache is None else tokens[-1:]
+        output = model(torch.tensor([fresh]), cache=cache, use_cache=True, logits_to_keep=1)
+        cache = output.cache
+        tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def loaded(folder: Path) -> TorchModel:
+    return load_model(folder, device="cpu", dtype="float32", on_progress=lambda *_: None)
+
+
+def engine_of(
+    model: TorchModel,
+    *,
+    context: int = 512,
+    full_contexts: float = 3,
+    cache: PrefixCache | None = None,
+    memory: KVMemory | None = None,
+    **settings: Any,
+) -> TorchEngine:
+    info = EngineInfo(
+        model="tiny",
+        context_tokens=context,
+        vocabulary=model.vocabulary,
+        device="cpu",
+        dtype="float32",
+        layers=model.shape.layers,
+        kv_bytes_per_token=model.shape.token_bytes,
+        cache="",
+    )
+    memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)))
+    return TorchEngine(model, memory, info=info, cache=cache, **settings)
+
+
+class Answer:
+    """Collects one request's events; `result()` waits for the last."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.last: TokenEvent | None = None
+        self.first_token = Event()
+        self._ended = Event()
+
+    def __call__(self, event: TokenEvent) -> None:
+        assert self.last is None, "an event after the last"
+        if event.token is not None:
+            self.tokens.append(event.token)
+            self.first_token.set()
+        if event.finish is not None:
+            self.last = event
+            self._ended.set()
+
+    def result(self) -> TokenEvent:
+        assert self._ended.wait(60), "the request did not end"
+        assert self.last is not None
+        return self.last
+
+
+def ask(engine: TorchEngine, prompt: Sequence[int], max_tokens: int = 8, *, id: str = "", **more: Any) -> Answer:
+    answer = Answer()
+    engine.submit(GenerationRequest(id or f"request-{next(_numbers)}", tuple(prompt), max_tokens, **more), answer)
+    return answer
+
+
+def some_tokens(count: int, seed: int = 1, vocabulary: int = 512) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(vocabulary) for _ in range(count)]

@@ -1,0 +1,99 @@
+"""What is served is checked, and what is not served is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import loaded, stock
+
+from headstart.engine.torch.model import TorchModel, probe
+from headstart.errors import ConfigError, ModelError
+
+Folders = Callable[..., Path]
+
+
+def _changed(folder: Path, to: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, **changes}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder"),
+        ({"model_type": "vit"}, "generates no text"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16}, "latent attention"),
+        ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "recurrent"),
+        ({"model_type": "qwen2_vl"}, "multimodal"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic RoPE"),
+        ({"attn_logit_softcapping": 30.0}, "caps its attention"),
+        ({"num_attention_heads": 5}, "cannot be read"),
+        ({"model_type": "no-such-kind"}, "cannot be read"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tiny_model_folder: Folders, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = _changed(tiny_model_folder("llama"), tmp_path / "model", **changes)
+    with pytest.raises(ModelError, match=said):
+        loaded(folder)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        loaded(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_not_filled_with_random_ones(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    folder = _changed(tiny_model_folder("llama"), tmp_path / "model", num_hidden_layers=4)
+    with pytest.raises(ModelError, match="lacks 9 tensors"):
+        loaded(folder)
+
+
+def test_damaged_weights_are_refused(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    folder = _changed(tiny_model_folder("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        loaded(folder)
+
+
+def test_a_model_that_gives_other_logits_through_our_attention_is_refused(tiny_model_folder: Folders) -> None:
+    module = stock(tiny_model_folder("llama"))
+    for layer in module.model.layers:
+        layer.self_attn.scaling = 0.5  # both see it
+    model = TorchModel(module, name="odd")
+    probe(model)
+    real = model.forward
+
+    def wrong(*args: Any, **more: Any) -> torch.Tensor:
+        return real(*args, **more) * 1.01
+
+    model.forward = wrong  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match="gives other logits"):
+        probe(model)
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_model_folder: Folders) -> None:
+    module = stock(tiny_model_folder("llama"))
+    module.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ModelError, match="gives other logits"):
+        probe(TorchModel(module, name="broken"))
+
+
+def test_a_device_or_type_that_is_not_here_is_a_configuration_error() -> None:
+    from headstart.engine.torch.hardware import choose_device, choose_dtype
+
+    with pytest.raises(ConfigError, match=r"engine\.device"):
+        choose_device("tpu")
+    with pytest.raises(ConfigError, match=r"engine\.dtype"):
+        choose_dtype("int8", torch.device("cpu"))
+    assert choose_dtype("auto", torch.device("cpu")) is torch.float32
