@@ -1,4 +1,4 @@
-"""What every benchmark shares: the header that says where it ran, ratios of interleaved pairs with their interval, results as JSON."""
+"""What every benchmark shares: where it ran, ratios of interleaved pairs with their interval, results as JSON."""
 
 from __future__ import annotations
 

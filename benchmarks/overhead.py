@@ -69,7 +69,8 @@ def _measure(config: Config, *, pairs: int, prompt_tokens: int, output_tokens: i
                     times += [moment] if event.token is not None else []
                     if event.finish is not None:
                         assert event.finish == "length", event
-                        assert event.receipt is not None and event.receipt.cached_tokens == 0
+                        assert event.receipt is not None
+                        assert event.receipt.cached_tokens == 0
                         break
                 while (counters := stored.statistics().counters).get("saves_done", 0) < counters.get("save_calls", 0):
                     time.sleep(0.002)
