@@ -44,6 +44,17 @@ class IndexAgainstDict(RuleBasedStateMachine):
             self.model.setdefault(one, (extent, position))
         assert self.index.insert(keys, extent, first_position).tolist() == want
 
+    @rule(runs=st.lists(st.tuples(st.integers(0, 5), keys), max_size=4))
+    def insert_extents(self, runs):
+        want = []
+        for extent, some in runs:
+            for position, one in enumerate(some):
+                want.append(one not in self.model)
+                self.model.setdefault(one, (extent, position))
+        extents = np.array([extent for extent, _ in runs], np.int64)
+        blocks = np.array([len(some) for _, some in runs], np.int64)
+        assert self.index.insert_extents([one for _, some in runs for one in some], extents, blocks).tolist() == want
+
     @rule(keys=keys, extent=st.integers(0, 5))
     def remove(self, keys, extent):
         want = []
@@ -172,6 +183,12 @@ def test_numbers_that_do_not_fit_a_row_are_refused(extent, first_position):
     with pytest.raises(ValueError, match="does not fit"):
         index.insert([key(1)], extent, first_position)
     assert len(index) == 0
+
+
+@pytest.mark.parametrize(("extents", "blocks"), [([1], [1]), ([1, 2], [2]), ([], []), ([1, 2], [2, 1])])
+def test_extents_and_blocks_that_do_not_cover_the_keys_are_refused(extents, blocks):
+    with pytest.raises(ValueError, match="2 keys"):
+        BlockIndex().insert_extents([key(1), key(2)], np.array(extents, np.int64), np.array(blocks, np.int64))
 
 
 def test_the_largest_numbers_come_back():

@@ -76,33 +76,51 @@ class BlockIndex:
         that is known already keeps its place, and of two equal keys in `keys` the first counts. Raises ValueError for an
         extent or a position that a row cannot hold."""
         prefixes = _prefixes(keys)
-        if not 0 <= extent < _DEAD:
-            raise ValueError(f"extent {extent} does not fit an index row; numbers run from 0 to {_DEAD - 1}")
-        if first_position < 0 or first_position + len(prefixes) > 1 << 31:
-            raise ValueError(f"position {first_position} does not fit an index row")
-        places = np.empty((len(prefixes), 2), np.uint32)
-        places[:, 0] = extent
-        places[:, 1] = np.arange(first_position, first_position + len(prefixes), dtype=np.uint32)
+        positions = np.arange(first_position, first_position + len(prefixes), dtype=np.int64)
+        return self._insert(prefixes, np.full(len(prefixes), extent, np.int64), positions)
 
+    def insert_extents(
+        self, keys: Keys, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """As `insert` for one extent after the other, at once: `keys` are those of all, of which extents[i] holds the next
+        blocks[i], from its position 0 on. For reopening: a million blocks take 0.2 s so, and fifty
+        times that one extent at a time."""
+        prefixes = _prefixes(keys)
+        ends = np.cumsum(blocks, dtype=np.int64)
+        if len(extents) != len(blocks) or (int(ends[-1]) if len(ends) else 0) != len(prefixes):
+            raise ValueError(f"{len(prefixes)} keys, but {len(extents)} extents of {blocks.sum()} blocks; give one row a block")
+        positions = np.arange(len(prefixes), dtype=np.int64) - np.repeat(ends - blocks, blocks)
+        return self._insert(prefixes, np.repeat(extents.astype(np.int64), blocks), positions)
+
+    def _insert(
+        self, prefixes: _Prefixes, extents: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        new = np.zeros(len(prefixes), np.bool_)
+        if not len(prefixes):
+            return new
+        if extents.min() < 0 or extents.max() >= _DEAD:
+            raise ValueError(f"extent {extents.min()} to {extents.max()} does not fit an index row of 0 to {_DEAD - 1}")
+        if positions.min() < 0 or positions.max() >= 1 << 31:
+            raise ValueError(f"position {positions.min()} to {positions.max()} does not fit an index row")
+        places = np.empty((len(prefixes), 2), np.uint32)
+        places[:, 0] = extents
+        places[:, 1] = positions
         first = _first_of_equals(prefixes)
         rows = self._find(prefixes)
-        known = rows >= 0
-        new = first & ~known
 
-        dead = np.flatnonzero(first & known)
+        absent = np.flatnonzero(first & (rows < 0))
+        self._reserve(len(absent))  # before anything changes: it may find no memory
+        dead = np.flatnonzero(first & (rows >= 0))
         dead = dead[self._places[rows[dead], 0] == _DEAD]
         self._places[rows[dead]] = places[dead]
         self._dead -= len(dead)
-
-        absent = np.flatnonzero(new)
+        start, end = self._used, self._used + len(absent)
+        self._prefixes[start:end] = prefixes[absent]
+        self._places[start:end] = places[absent]
+        self._used = end
+        self._enter(start, end)
+        new[absent] = True
         new[dead] = True
-        if len(absent):
-            self._reserve(len(absent))
-            start, end = self._used, self._used + len(absent)
-            self._prefixes[start:end] = prefixes[absent]
-            self._places[start:end] = places[absent]
-            self._used = end
-            self._place(start, end)
         return new
 
     def remove(self, keys: Keys, extent: int) -> npt.NDArray[np.bool_]:
@@ -132,13 +150,14 @@ class BlockIndex:
             taken = entries != 0
             asking, slots, entries = asking[taken], slots[taken], entries[taken]
             candidates = entries.astype(np.int64) - 1
-            equal = (self._prefixes[candidates] == prefixes[asking]).all(axis=1)
+            wanted, found = prefixes[asking], self._prefixes[candidates]
+            equal = (wanted[:, 0] == found[:, 0]) & (wanted[:, 1] == found[:, 1])  # a third of the time of all(axis=1)
             rows[asking[equal]] = candidates[equal]
             other = ~equal
             asking, slots = asking[other], (slots[other] + np.uint64(1)) & mask
         return rows
 
-    def _place(self, start: int, end: int) -> None:
+    def _enter(self, start: int, end: int) -> None:
         """Enter rows start … end-1, whose keys are not in the table and differ from each other."""
         mask = np.uint64(len(self._table) - 1)
         for low in range(start, end, _BATCH):
@@ -170,7 +189,7 @@ class BlockIndex:
 
     def _build(self, slots: int) -> None:
         self._table = np.zeros(slots, np.uint32)
-        self._place(0, self._used)
+        self._enter(0, self._used)
 
     def _pack(self) -> None:
         """Drop dead rows, keep the order of the others, build the table anew."""
@@ -206,7 +225,8 @@ def _prefixes(keys: Keys) -> _Prefixes:
 def _first_of_equals(prefixes: _Prefixes) -> npt.NDArray[np.bool_]:
     """Return True for each key that does not stand earlier in the batch."""
     first = np.ones(len(prefixes), np.bool_)
-    if len(np.unique(prefixes[:, 0])) == len(prefixes):  # nearly always
+    heads = np.sort(prefixes[:, 0])  # np.unique would hash, which takes ten times as long for a million
+    if not (heads[1:] == heads[:-1]).any():  # nearly always
         return first
     seen: set[bytes] = set()
     for at, prefix in enumerate(prefixes):
