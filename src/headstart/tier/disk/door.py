@@ -71,7 +71,8 @@ class Disk(Protocol):
     def close(self, handle: Handle) -> None: ...
 
     def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill every buffer, in order, from `offset`; returns the bytes read. A short read raises StoreError(reason="short-read")."""
+        """Fill every buffer, in order, from `offset`; returns the bytes read. Where the file ends before that, raises
+        StoreError(reason="short-read")."""
         ...
 
     def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:

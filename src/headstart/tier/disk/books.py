@@ -1,0 +1,395 @@
+"""What the journals say, in memory: segments, extents, which extent holds a block. No I/O; whoever owns it holds the lock.
+
+Records may come in any order of journals: a removal is final, so one that comes before its extent is kept and waits for it.
+Extents are rows of arrays. An ExtentId is a row with the number of times the row was given out, so an id that outlives its
+extent names nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.disk.records import (
+    PREFIX_BYTES,
+    ExtentAdded,
+    ExtentName,
+    Record,
+    Removed,
+    RepresentationDeclared,
+    SegmentName,
+    SegmentOpened,
+    SegmentSealed,
+    Snapshot,
+    Touched,
+)
+from headstart.tier.index import BlockIndex
+
+REMOVALS_KEPT = 10_000
+_GENERATION_SHIFT = 32
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
+    `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges."""
+
+    name: SegmentName
+    number: int
+    representation: bytes = b""
+    header_bytes: int = 0
+    capacity_bytes: int = 0
+    created_ms: int = 0
+    end: int = 0
+    opened: bool = False
+    sealed: bool = False
+    recorded: bool = False
+    gone: bool = False
+    allocated_bytes: int = 0
+    live_bytes: int = 0
+    rows: dict[int, int] = field(default_factory=dict)  # offset → row
+    dead: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One extent that is no more: when, why, and the key prefixes of its blocks. `recorded`: by this process's journal."""
+
+    time_ms: int
+    reason: str
+    extent: ExtentName
+    prefixes: bytes
+    quarantined: bool
+    recorded: bool
+
+
+class Books:
+    """Extents and segments by name and by key."""
+
+    def __init__(self, *, removals_kept: int = REMOVALS_KEPT) -> None:
+        self.representations: dict[bytes, bytes] = {}
+        self.segments: dict[SegmentName, Segment] = {}
+        self.removals: deque[Removal] = deque(maxlen=removals_kept)
+        self.counter = 0
+        self.next_sequence = 0  # of the own writer
+        self.live_bytes = 0
+        self.allocated_bytes = 0  # of all segments
+        self.blocks = 0
+        self.extents = 0
+        self._numbered: list[Segment] = []
+        self._index: dict[bytes, BlockIndex] = {}
+        self._hidden: dict[bytes, set[int]] = {}  # representation → rows with blocks that an earlier extent is found for
+        self._free: list[int] = []
+        self._used_rows = 0
+        self._prefixes: list[bytes] = []
+        self._retention: list[str] = []
+        self._segment = np.zeros(64, np.int32)
+        self._offset = np.zeros(64, np.int64)
+        self._extent_bytes = np.zeros(64, np.int64)
+        self._header_bytes = np.zeros(64, np.int32)
+        self._created_ms = np.zeros(64, np.int64)
+        self._last_used = np.zeros(64, np.int64)
+        self._leases = np.zeros(64, np.int32)
+        self._generation = np.zeros(64, np.int64)
+        self._alive = np.zeros(64, np.bool_)
+
+    # What journals say.
+
+    def apply(self, records: Iterable[Record], *, own: bool) -> list[Segment]:
+        """Take over records of one journal, in its order; returns the segments that were opened. `own`: it is this
+        process's journal."""
+        opened = []
+        for record in records:
+            match record:
+                case ExtentAdded():
+                    self._add(record)
+                case Touched(uses):
+                    for name, used in uses:
+                        self._use(name, used)
+                case Removed(time_ms, reason, extents, quarantined):
+                    for name, prefixes in extents:
+                        self._remove(Removal(time_ms, reason, name, prefixes, quarantined, own))
+                case SegmentOpened():
+                    opened.append(self._open(record, own=own))
+                case SegmentSealed():
+                    segment = self.segment(record.segment)
+                    segment.sealed = True
+                    segment.end = max(segment.end, record.end)
+                case RepresentationDeclared(encoded):
+                    self.representations[_digest(encoded)] = encoded
+                case Snapshot(counter, next_sequence):
+                    self.counter = max(self.counter, counter)
+                    if own:
+                        self.next_sequence = max(self.next_sequence, next_sequence)
+        return opened
+
+    def segment(self, name: SegmentName) -> Segment:
+        """Return the segment of that name; one that was never heard of holds only what waits for it."""
+        segment = self.segments.get(name)
+        if segment is None:
+            segment = self.segments[name] = Segment(name, len(self._numbered))
+            self._numbered.append(segment)
+        return segment
+
+    def forget_segment(self, segment: Segment) -> None:
+        """The file is no more, and with it every extent in it; what journals still say of it no longer counts."""
+        for row in list(segment.rows.values()):
+            self._drop(row)
+        segment.gone = True
+        self.charge(segment, 0)
+        segment.dead.clear()
+
+    def charge(self, segment: Segment, allocated_bytes: int) -> None:
+        """Note what the file system charges for a segment."""
+        self.allocated_bytes += allocated_bytes - segment.allocated_bytes
+        segment.allocated_bytes = allocated_bytes
+
+    def _open(self, record: SegmentOpened, *, own: bool) -> Segment:
+        segment = self.segment(record.segment)
+        segment.representation = record.representation
+        segment.header_bytes = record.header_bytes
+        segment.capacity_bytes = record.capacity_bytes
+        segment.created_ms = record.created_ms
+        segment.end = max(segment.end, record.header_bytes)
+        segment.opened = True
+        segment.recorded |= own
+        if own:
+            self.next_sequence = max(self.next_sequence, record.segment.sequence + 1)
+        return segment
+
+    def _add(self, record: ExtentAdded) -> None:
+        segment = self.segments.get(record.extent.segment)
+        if segment is None or not segment.opened or segment.gone:
+            return
+        offset = record.extent.offset
+        segment.end = max(segment.end, offset + record.extent_bytes)
+        self.counter = max(self.counter, record.last_used)
+        if offset in segment.rows:
+            self._use(record.extent, record.last_used)
+        elif offset not in segment.dead:
+            self._enter(segment, record)
+
+    def _enter(self, segment: Segment, record: ExtentAdded) -> None:
+        row = self._take_row()
+        self._segment[row] = segment.number
+        self._offset[row] = record.extent.offset
+        self._extent_bytes[row] = record.extent_bytes
+        self._header_bytes[row] = record.header_bytes
+        self._created_ms[row] = record.created_ms
+        self._last_used[row] = record.last_used
+        self._alive[row] = True
+        self._prefixes[row] = record.prefixes
+        self._retention[row] = record.retention
+        segment.rows[record.extent.offset] = row
+        segment.live_bytes += record.extent_bytes
+        self.live_bytes += record.extent_bytes
+        self.extents += 1
+        self.blocks += len(record.prefixes) // PREFIX_BYTES
+        index = self._index.setdefault(segment.representation, BlockIndex())
+        if not index.insert(_keys(record.prefixes), row).all():
+            self._hidden.setdefault(segment.representation, set()).add(row)
+
+    def _use(self, name: ExtentName, used: int) -> None:
+        self.counter = max(self.counter, used)
+        segment = self.segments.get(name.segment)
+        row = None if segment is None else segment.rows.get(name.offset)
+        if row is not None:
+            self._last_used[row] = max(int(self._last_used[row]), used)
+
+    def _remove(self, removal: Removal) -> None:
+        if removal.prefixes:
+            self.removals.append(removal)
+        segment = self.segment(removal.extent.segment)
+        offset = removal.extent.offset
+        if not segment.gone:
+            segment.dead.add(offset)
+        row = segment.rows.get(offset)
+        if row is not None:
+            self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        segment = self._numbered[self._segment[row]]
+        del segment.rows[int(self._offset[row])]
+        nbytes = int(self._extent_bytes[row])
+        segment.live_bytes -= nbytes
+        self.live_bytes -= nbytes
+        self.extents -= 1
+        prefixes = self._prefixes[row]
+        self.blocks -= len(prefixes) // PREFIX_BYTES
+        index = self._index[segment.representation]
+        hidden = self._hidden.get(segment.representation, set())
+        hidden.discard(row)
+        if index.remove(_keys(prefixes), row).any():
+            for other in list(hidden):  # a block that lies elsewhere as well is found there from now on
+                if index.insert(_keys(self._prefixes[other]), other).any() and self._found_everywhere(index, other):
+                    hidden.discard(other)
+        self._alive[row] = False
+        self._leases[row] = 0
+        self._prefixes[row] = b""
+        self._generation[row] += 1
+        self._free.append(row)
+
+    def _found_everywhere(self, index: BlockIndex, row: int) -> bool:
+        return bool((index.lookup(_keys(self._prefixes[row]))[0] == row).all())
+
+    # What callers ask.
+
+    def locate(self, representation: bytes, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Return (ids, positions), -1 in the ids where a block is absent."""
+        index = self._index.get(representation)
+        if index is None or not keys:
+            return np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32)
+        rows, positions = index.lookup(keys)
+        found = rows >= 0
+        ids = np.where(found, rows | self._generation[rows] << _GENERATION_SHIFT, -1)
+        return ids, np.where(found, positions, 0).astype(np.int32)
+
+    def row(self, extent: ExtentId) -> int | None:
+        """Return the row of a living extent."""
+        row = extent & ((1 << _GENERATION_SHIFT) - 1)
+        if not 0 <= row < self._used_rows or not self._alive[row] or self._generation[row] != extent >> _GENERATION_SHIFT:
+            return None
+        return row
+
+    def id_of(self, row: int) -> ExtentId:
+        return ExtentId(row | int(self._generation[row]) << _GENERATION_SHIFT)
+
+    def place(self, row: int) -> tuple[Segment, int, int]:
+        """Return (segment, offset, extent_bytes)."""
+        return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
+
+    def numbered(self, number: int) -> Segment:
+        return self._numbered[number]
+
+    def name(self, row: int) -> ExtentName:
+        return ExtentName(self._numbered[self._segment[row]].name, int(self._offset[row]))
+
+    def prefixes(self, row: int) -> bytes:
+        return self._prefixes[row]
+
+    def info(self, row: int) -> ExtentInfo:
+        prefixes = self._prefixes[row]
+        return ExtentInfo(
+            id=self.id_of(row),
+            representation=self._numbered[self._segment[row]].representation,
+            keys=tuple(prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)),
+            blocks=len(prefixes) // PREFIX_BYTES,
+            header_bytes=int(self._header_bytes[row]),
+            extent_bytes=int(self._extent_bytes[row]),
+            created_ms=int(self._created_ms[row]),
+            last_used=int(self._last_used[row]),
+            retention=self._retention[row],
+        )
+
+    def living(self) -> npt.NDArray[np.int64]:
+        """Return the rows of all living extents."""
+        return np.flatnonzero(self._alive[: self._used_rows])
+
+    def columns(
+        self, rows: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return (segment numbers, last_used, extent_bytes, leased) of rows."""
+        return self._segment[rows], self._last_used[rows], self._extent_bytes[rows], self._leases[rows] != 0
+
+    def leases(self, row: int) -> int:
+        """Return an extent's count of leases; -1 for one that is condemned: it is being removed and takes no lease."""
+        return int(self._leases[row])
+
+    def set_leases(self, row: int, count: int) -> None:
+        self._leases[row] = count
+
+    def touch(self, row: int) -> int:
+        """Note a use; returns the counter's value for it."""
+        self.counter += 1
+        self._last_used[row] = self.counter
+        return self.counter
+
+    def present(self, representation: bytes, keys: Sequence[bytes]) -> bool:
+        index = self._index.get(representation)
+        return index is not None and bool((index.lookup(keys)[0] >= 0).all())
+
+    # What a snapshot keeps.
+
+    def snapshot(self) -> Iterator[Record]:
+        """Yield what the own journal must say when it starts anew. Segment by segment, so that damage inside costs one."""
+        yield Snapshot(self.counter, self.next_sequence)
+        for encoded in self.representations.values():
+            yield RepresentationDeclared(encoded)
+        for segment in self.segments.values():
+            if segment.gone:
+                continue
+            if segment.recorded:
+                yield from self._segment_records(segment)
+            elif segment.dead:
+                # Another journal may still say that these were added.
+                yield Removed(0, "", tuple((ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)))
+        for r in self.removals:
+            if r.recorded:
+                yield Removed(r.time_ms, r.reason, ((r.extent, r.prefixes),), r.quarantined)
+
+    def opened_record(self, segment: Segment) -> SegmentOpened:
+        return SegmentOpened(
+            segment.name, segment.header_bytes, segment.capacity_bytes, segment.created_ms, segment.representation
+        )
+
+    def added_record(self, row: int) -> ExtentAdded:
+        return ExtentAdded(
+            self.name(row),
+            int(self._extent_bytes[row]),
+            int(self._header_bytes[row]),
+            int(self._created_ms[row]),
+            int(self._last_used[row]),
+            self._retention[row],
+            self._prefixes[row],
+        )
+
+    def _segment_records(self, segment: Segment) -> Iterator[Record]:
+        yield self.opened_record(segment)
+        for offset in sorted(segment.rows):
+            yield self.added_record(segment.rows[offset])
+        if segment.dead:
+            yield Removed(0, "", tuple((ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)))
+        if segment.sealed:
+            yield SegmentSealed(segment.name, segment.end)
+
+    # Rows.
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        row = self._used_rows
+        if row == len(self._segment):
+            for name in _COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self._used_rows += 1
+        self._prefixes.append(b"")
+        self._retention.append("")
+        return row
+
+
+_COLUMNS = (
+    "_segment",
+    "_offset",
+    "_extent_bytes",
+    "_header_bytes",
+    "_created_ms",
+    "_last_used",
+    "_leases",
+    "_generation",
+    "_alive",
+)
+
+
+def _keys(prefixes: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
+
+
+def _digest(encoded: bytes) -> bytes:
+    return sha256(encoded).digest()

@@ -1,0 +1,75 @@
+"""Books against medium: what a person would have to know before trusting either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headstart.tier.base import Problem
+from headstart.tier.disk.books import Segment
+from headstart.tier.disk.records import PREFIX_BYTES
+from headstart.tier.disk.store import Store
+
+
+def check_store(store: Store) -> list[Problem]:
+    """Compare segments, extents and index with the directory. The caller has the turn, so nothing of this process changes;
+    segments of other living writers may grow meanwhile and are not measured."""
+    listing = store.directory.list()
+    problems = [Problem(str(path), "not a file of this cache") for path in listing.unknown]
+    problems += [Problem(str(path), "left behind by a writer that died") for path in listing.temporary]
+    with store.lock:
+        segments = [s for s in store.books.segments.values() if s.opened and not s.gone]
+        known = {s.name for s in segments}
+    for name in sorted(listing.segments - known):
+        if name.writer == store.writer or name.writer in store.dead_writers or name.writer not in listing.journals:
+            problems.append(Problem(str(store.directory.segment_path(name)), "a segment that no journal speaks of"))
+    for segment in segments:
+        problems += _check_segment(store, segment)
+    with store.lock:
+        total = sum(s.allocated_bytes for s in segments)
+        if total != store.books.allocated_bytes:
+            problems.append(Problem("books", f"segments are charged {total} bytes, {store.books.allocated_bytes} are counted"))
+        live = sum(s.live_bytes for s in segments)
+        if live != store.books.live_bytes:
+            problems.append(Problem("books", f"extents hold {live} bytes, {store.books.live_bytes} are counted"))
+        problems += _check_index(store)
+    return problems
+
+
+def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
+    path = store.directory.segment_path(segment.name)
+    try:
+        facts = store.disk.stat(path)
+    except FileNotFoundError:
+        yield Problem(str(path), "the segment's file is gone")
+        return
+    with store.lock:
+        extents = sorted(store.books.place(row)[1:] for row in segment.rows.values())
+        charged, end, own = segment.allocated_bytes, segment.end, segment.name.writer == store.writer
+    if own and facts.allocated_bytes != charged:
+        yield Problem(str(path), f"the file system charges {facts.allocated_bytes} bytes, {charged} are counted")
+    if own and facts.size > end:
+        yield Problem(str(path), f"{facts.size - end} bytes stand behind the last extent")
+    last = segment.header_bytes
+    for offset, nbytes in extents:
+        if offset < last:
+            yield Problem(str(path), f"extents overlap at byte {offset}")
+        last = offset + nbytes
+    if last > facts.size and extents:
+        yield Problem(str(path), f"an extent ends at byte {last}, the file at {facts.size}")
+
+
+def _check_index(store: Store) -> Iterator[Problem]:
+    books = store.books
+    for row in books.living().tolist():
+        segment, offset, _ = books.place(row)
+        where = f"{store.directory.segment_path(segment.name).name}, byte {offset}"
+        if segment.rows.get(offset) != row or segment.gone:
+            yield Problem(where, "an extent is alive whose segment does not have it")
+        prefixes = books.prefixes(row)
+        keys = [prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)]
+        ids, positions = books.locate(segment.representation, keys)
+        if (ids < 0).any():
+            yield Problem(where, "blocks of a living extent are not found")
+        mine = ids == books.id_of(row)
+        if (positions[mine] != mine.nonzero()[0]).any():
+            yield Problem(where, "blocks are found at other positions than theirs")

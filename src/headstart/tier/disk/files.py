@@ -1,0 +1,139 @@
+"""Open segment files: each opened once, its header checked, kept open while somebody holds it and for a while after."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Condition
+
+from headstart.errors import ExtentCorrupt, StoreError
+from headstart.tier.disk.books import Segment
+from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.records import SegmentName
+from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
+
+MAX_IDLE_FILES = 256
+
+
+@dataclass(slots=True)
+class _Open:
+    handle: Handle
+    holds: int = 0
+    discarded: bool = False
+
+
+class SegmentFiles:
+    """Handles of segment files by name. A handle is never closed under somebody who holds it."""
+
+    def __init__(self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._max_idle = max_idle
+        self._closed = False
+        self._changed = Condition()
+        self._open: OrderedDict[SegmentName, _Open] = OrderedDict()  # longest unused first
+
+    def hold(self, segment: Segment) -> Handle:
+        """Return the segment's handle and keep it open until `let_go`. Raises OSError (ENOENT: the file is gone) or
+        ExtentCorrupt(reason="segment-…") where the file is not the segment that the journals speak of."""
+        with self._changed:
+            if self._closed:
+                raise StoreError("the disk tier is closed", reason="closed")
+            opened = self._open.get(segment.name)
+            if opened is not None:
+                opened.holds += 1
+                self._open.move_to_end(segment.name)
+                return opened.handle
+        return self._keep(segment.name, self._open_checked(segment))
+
+    def let_go(self, segment: Segment) -> None:
+        with self._changed:
+            opened = self._open[segment.name]
+            opened.holds -= 1
+            closing = []
+            if not opened.holds and opened.discarded:
+                closing.append(self._open.pop(segment.name))
+            elif len(self._open) > self._max_idle:
+                idle = [name for name, o in self._open.items() if not o.holds][: len(self._open) - self._max_idle]
+                closing += [self._open.pop(name) for name in idle]
+            self._changed.notify_all()
+        for one in closing:
+            self._disk.close(one.handle)
+
+    @contextmanager
+    def held(self, segment: Segment) -> Iterator[Handle]:
+        handle = self.hold(segment)
+        try:
+            yield handle
+        finally:
+            self.let_go(segment)
+
+    def create(self, header: SegmentHeader, *, sync: bool) -> Handle:
+        """Create a segment file with its header and hold it. Raises OSError, leaving nothing behind."""
+        path = self._directory.segment_path(header.segment)
+        self._disk.make_directory(path.parent)
+        handle = self._disk.open(path, "create", bulk=True)
+        try:
+            self._disk.write(handle, encode_segment_header(header), 0)
+            if sync:
+                self._disk.sync(handle)
+                self._disk.sync_directory(path.parent)
+                self._disk.sync_directory(path.parent.parent)
+        except BaseException:
+            with suppress(OSError):
+                self._disk.unlink(path)
+            self._disk.close(handle)
+            raise
+        return self._keep(header.segment, handle)
+
+    def discard(self, segment: Segment) -> None:
+        """Close the segment's file, now or when the last hold ends."""
+        with self._changed:
+            opened = self._open.get(segment.name)
+            if opened is None:
+                return
+            opened.discarded = True
+            if opened.holds:
+                return
+            del self._open[segment.name]
+        self._disk.close(opened.handle)
+
+    def close(self, timeout_s: float) -> bool:
+        """Close every file, waiting for those that are held. False: some are held still and close when their holds end."""
+        with self._changed:
+            self._closed = True
+            done = self._changed.wait_for(lambda: not any(o.holds for o in self._open.values()), timeout_s)
+            closing = [name for name, o in self._open.items() if not o.holds]
+            handles = [self._open.pop(name).handle for name in closing]
+            for opened in self._open.values():
+                opened.discarded = True
+        for handle in handles:
+            self._disk.close(handle)
+        return done
+
+    def _keep(self, name: SegmentName, handle: Handle) -> Handle:
+        with self._changed:
+            opened = self._open.get(name)
+            if opened is None:
+                opened = self._open[name] = _Open(handle)
+            opened.holds += 1
+        if opened.handle != handle:  # another thread opened it meanwhile
+            self._disk.close(handle)
+        return opened.handle
+
+    def _open_checked(self, segment: Segment) -> Handle:
+        handle = self._disk.open(self._directory.segment_path(segment.name), "write", bulk=True)
+        try:
+            size = self._disk.facts(handle).size
+            data = bytearray(min(segment.header_bytes, size))
+            self._disk.read(handle, [memoryview(data)], 0)
+            header = decode_segment_header(memoryview(data))
+            if (header.segment, header.digest) != (segment.name, segment.representation):
+                raise ExtentCorrupt("a segment file is not the one that its name says", reason="segment-name")
+        except BaseException:
+            self._disk.close(handle)
+            raise
+        return handle

@@ -1,0 +1,73 @@
+"""Other writers' journals on the same directory, followed while this process runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from headstart.errors import StoreError
+from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.door import Disk
+from headstart.tier.disk.journal import JournalTail
+from headstart.tier.disk.records import Record
+
+
+class Others:
+    """Tails of all other writers' journals. Not safe from many threads: the caller lets one in at a time."""
+
+    def __init__(self, disk: Disk, directory: Directory, tails: Sequence[JournalTail], *, own_writer: bytes) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._own_writer = own_writer
+        self._tails = {tail.writer: tail for tail in tails}
+        self.allocated_bytes = 0
+        self._measure()
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+    def poll(self) -> list[Record]:
+        """Return what the journals that are followed say since the last time. Raises OSError, StoreError."""
+        records: list[Record] = []
+        for tail in self._tails.values():
+            records += tail.poll()
+        if records:
+            self._measure()
+        return records
+
+    def look_for_new(self) -> list[Record]:
+        """Return what new journals and new generations say. Raises OSError, StoreError."""
+        newest = self._directory.list_journals()
+        newest.pop(self._own_writer, None)
+        records: list[Record] = []
+        for writer, generation in newest.items():
+            tail = self._tails.get(writer)
+            if tail is not None and generation <= tail.generation:
+                continue
+            try:
+                new = JournalTail(self._disk, self._directory, writer=writer, generation=generation)
+            except FileNotFoundError:
+                continue  # renewed or removed since it was listed: the next look finds what became of it
+            if tail is not None:
+                records += self._finish(tail)
+            self._tails[writer] = new
+            records += new.poll()
+        for writer in self._tails.keys() - newest.keys():
+            records += self._finish(self._tails.pop(writer))
+        self._measure()
+        return records
+
+    def close(self) -> None:
+        while self._tails:
+            self._tails.popitem()[1].close()
+
+    def _finish(self, tail: JournalTail) -> list[Record]:
+        """Read a journal that has been replaced or removed to its end; it says nothing more."""
+        try:
+            return tail.poll()
+        finally:
+            tail.close()
+
+    def _measure(self) -> None:
+        with contextlib.suppress(OSError, StoreError):
+            self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values())

@@ -1,0 +1,280 @@
+"""What a journal says, and how it is laid down: one record for each change. Pure; `journal` does the I/O.
+
+    record = u32 payload bytes ‖ u8 type ‖ payload ‖ u64 check
+
+The check (xxh3-64) covers the journal's writer and generation and the record's offset in the file besides the record, so a
+record that lies elsewhere than where it was written never passes. `docs/format.md`, section "Journals", is the specification.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import xxhash
+
+MAGIC = b"hsjournl"
+VERSION = 1
+WRITER_BYTES = 16
+PREFIX_BYTES = 16  # of a block's key
+SKIPPABLE = 0x80  # a reader that does not know such a type passes over it
+MAX_PAYLOAD_BYTES = 16 << 20
+HEADER_BYTES = 64
+
+
+class RecordType(IntEnum):
+    REPRESENTATION = 1
+    SEGMENT_OPENED = 2
+    SEGMENT_SEALED = 3
+    ADDED = 4
+    TOUCHED = 5 | SKIPPABLE
+    CLASS_RAISED = 6 | SKIPPABLE  # reserved
+    PINNED = 7 | SKIPPABLE  # reserved
+    UNPINNED = 8 | SKIPPABLE  # reserved
+    REMOVED = 9
+    QUARANTINED = 10
+    SNAPSHOT = 11
+
+
+class SegmentName(NamedTuple):
+    """Never reused. `writer` is 16 random bytes."""
+
+    writer: bytes
+    sequence: int
+
+
+class ExtentName(NamedTuple):
+    """Never reused: a segment only grows."""
+
+    segment: SegmentName
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepresentationDeclared:
+    encoded: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOpened:
+    """`representation` is the digest that all extents of the segment have; it was declared earlier in the same journal."""
+
+    segment: SegmentName
+    header_bytes: int
+    capacity_bytes: int
+    created_ms: int
+    representation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSealed:
+    """Nothing will be added to the segment any more; it ends at `end`."""
+
+    segment: SegmentName
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentAdded:
+    """`prefixes`: the first 16 bytes of each block's key, joined. `last_used`: the use counter, not a time."""
+
+    extent: ExtentName
+    extent_bytes: int
+    header_bytes: int
+    created_ms: int
+    last_used: int
+    retention: str
+    prefixes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Uses since the last such record: each extent with the counter's value at its use."""
+
+    uses: tuple[tuple[ExtentName, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Final, whichever journal says it and in whatever order journals are read. `extents`: names with their blocks' key
+    prefixes (empty where they no longer matter). `quarantined`: the bytes were found to be wrong."""
+
+    time_ms: int
+    reason: str
+    extents: tuple[tuple[ExtentName, bytes], ...]
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """First record of a generation: what follows up to now stands for all earlier generations of this writer."""
+
+    counter: int
+    next_sequence: int
+
+
+Record = RepresentationDeclared | SegmentOpened | SegmentSealed | ExtentAdded | Touched | Removed | Snapshot
+
+
+def encode_journal_header(writer: bytes, generation: int, created_ms: int) -> bytes:
+    body = _JOURNAL_HEADER.pack(MAGIC, VERSION, generation, writer, created_ms)
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def decode_journal_header(data: bytes | memoryview) -> tuple[bytes, int, int]:
+    """Return (writer, generation, version). Raises ValueError for what is no journal header."""
+    body, check = bytes(data[: _JOURNAL_HEADER.size]), bytes(data[_JOURNAL_HEADER.size : HEADER_BYTES])
+    if len(check) != 16 or xxhash.xxh3_128_digest(body) != check:
+        raise ValueError("the header's check does not hold")
+    magic, version, generation, writer, _created = _JOURNAL_HEADER.unpack(body)
+    if magic != MAGIC:
+        raise ValueError("no journal")
+    return writer, generation, version
+
+
+def encode_record(record: Record, *, writer: bytes, generation: int, offset: int) -> bytes:
+    """Return the record as it stands at byte `offset` of the writer's journal."""
+    kind, payload = _encode(record)
+    body = _PREFIX.pack(len(payload), kind) + payload
+    return body + _check(body, writer, generation, offset)
+
+
+@dataclass(slots=True)
+class Decoded:
+    """`end`: offset behind the last good record. `stopped`: why nothing behind it is read ("" at a clean end)."""
+
+    end: int
+    stopped: str = ""
+
+
+def decode_records(data: memoryview, *, writer: bytes, generation: int, offset: int, state: Decoded) -> Iterator[Record]:
+    """Yield the records in `data`, which lies at byte `offset` of a journal; `state` says where and why it stopped.
+
+    A record that is cut, damaged or of an unknown type that may not be passed over ends the journal there."""
+    at = 0
+    state.end, state.stopped = offset, ""
+    while at < len(data):
+        if len(data) - at < _PREFIX.size + _CHECK_BYTES:
+            state.stopped = "torn"
+            return
+        length, kind = _PREFIX.unpack_from(data, at)
+        end = at + _PREFIX.size + length + _CHECK_BYTES
+        if length > MAX_PAYLOAD_BYTES or end > len(data):
+            state.stopped = "torn"
+            return
+        body = data[at : end - _CHECK_BYTES]
+        if _check(body, writer, generation, offset + at) != data[end - _CHECK_BYTES : end]:
+            state.stopped = "damaged"
+            return
+        try:
+            record = _decode(kind, body[_PREFIX.size :])
+        except (ValueError, struct.error, UnicodeDecodeError):
+            state.stopped = "unreadable"
+            return
+        if record is not None:
+            yield record
+        at = end
+        state.end = offset + at
+
+
+_JOURNAL_HEADER = struct.Struct("<8sII16sQ8x")
+_PREFIX = struct.Struct("<IB")
+_CHECK_BYTES = 8
+_SEGMENT = struct.Struct("<16sI")
+_EXTENT = struct.Struct("<16sIQ")
+_OPENED = struct.Struct("<16sIIQQ32s")
+_SEALED = struct.Struct("<16sIQ")
+_ADDED = struct.Struct("<16sIQQIQQIB")
+_USE = struct.Struct("<16sIQQ")
+_REMOVED = struct.Struct("<QIB")
+_GONE = struct.Struct("<16sIQI")
+_SNAPSHOT = struct.Struct("<QI")
+
+
+def _check(body: bytes | memoryview, writer: bytes, generation: int, offset: int) -> bytes:
+    digest = xxhash.xxh3_64(struct.pack("<16sIQ", writer, generation, offset))
+    digest.update(body)
+    return digest.digest()
+
+
+def _encode(record: Record) -> tuple[RecordType, bytes]:
+    match record:
+        case RepresentationDeclared(encoded):
+            return RecordType.REPRESENTATION, encoded
+        case SegmentOpened(segment, header_bytes, capacity_bytes, created_ms, representation):
+            return RecordType.SEGMENT_OPENED, _OPENED.pack(*segment, header_bytes, capacity_bytes, created_ms, representation)
+        case SegmentSealed(segment, end):
+            return RecordType.SEGMENT_SEALED, _SEALED.pack(*segment, end)
+        case ExtentAdded(extent, extent_bytes, header_bytes, created_ms, last_used, retention, prefixes):
+            name = retention.encode()
+            blocks = len(prefixes) // PREFIX_BYTES
+            fixed = _ADDED.pack(
+                *extent.segment, extent.offset, extent_bytes, header_bytes, created_ms, last_used, blocks, len(name)
+            )
+            return RecordType.ADDED, fixed + name + prefixes
+        case Touched(uses):
+            return RecordType.TOUCHED, b"".join(_USE.pack(*extent.segment, extent.offset, used) for extent, used in uses)
+        case Removed(time_ms, reason, extents, quarantined):
+            word = reason.encode()
+            parts = [_REMOVED.pack(time_ms, len(extents), len(word)), word]
+            for extent, prefixes in extents:
+                parts += [_GONE.pack(*extent.segment, extent.offset, len(prefixes) // PREFIX_BYTES), prefixes]
+            return (RecordType.QUARANTINED if quarantined else RecordType.REMOVED), b"".join(parts)
+        case Snapshot(counter, next_sequence):
+            return RecordType.SNAPSHOT, _SNAPSHOT.pack(counter, next_sequence)
+
+
+def _decode(kind: int, payload: memoryview) -> Record | None:
+    match kind:
+        case RecordType.REPRESENTATION:
+            return RepresentationDeclared(bytes(payload))
+        case RecordType.SEGMENT_OPENED:
+            writer, sequence, *rest = _OPENED.unpack(payload)
+            return SegmentOpened(SegmentName(writer, sequence), *rest)
+        case RecordType.SEGMENT_SEALED:
+            writer, sequence, end = _SEALED.unpack(payload)
+            return SegmentSealed(SegmentName(writer, sequence), end)
+        case RecordType.ADDED:
+            return _decode_added(payload)
+        case RecordType.TOUCHED:
+            uses = _USE.iter_unpack(payload)
+            return Touched(tuple((ExtentName(SegmentName(w, s), offset), used) for w, s, offset, used in uses))
+        case RecordType.REMOVED | RecordType.QUARANTINED:
+            return _decode_removed(payload, quarantined=kind == RecordType.QUARANTINED)
+        case RecordType.SNAPSHOT:
+            return Snapshot(*_SNAPSHOT.unpack(payload))
+        case _ if kind & SKIPPABLE:
+            return None
+        case _:
+            raise ValueError(f"record type {kind}")
+
+
+def _decode_added(payload: memoryview) -> ExtentAdded:
+    writer, sequence, offset, nbytes, header, created, used, blocks, name = _ADDED.unpack_from(payload)
+    text = bytes(payload[_ADDED.size : _ADDED.size + name])
+    prefixes = bytes(payload[_ADDED.size + name :])
+    if len(text) != name or len(prefixes) != blocks * PREFIX_BYTES:
+        raise ValueError("lengths do not add up")
+    return ExtentAdded(
+        ExtentName(SegmentName(writer, sequence), offset), nbytes, header, created, used, text.decode(), prefixes
+    )
+
+
+def _decode_removed(payload: memoryview, *, quarantined: bool) -> Removed:
+    time_ms, count, word = _REMOVED.unpack_from(payload)
+    at = _REMOVED.size + word
+    reason = bytes(payload[_REMOVED.size : at]).decode()
+    extents = []
+    for _ in range(count):
+        writer, sequence, offset, blocks = _GONE.unpack_from(payload, at)
+        at += _GONE.size + blocks * PREFIX_BYTES
+        if at > len(payload):
+            raise ValueError("lengths do not add up")
+        prefixes = bytes(payload[at - blocks * PREFIX_BYTES : at])
+        extents.append((ExtentName(SegmentName(writer, sequence), offset), prefixes))
+    if at != len(payload):
+        raise ValueError("lengths do not add up")
+    return Removed(time_ms, reason, tuple(extents), quarantined)

@@ -1,0 +1,236 @@
+"""Opening a directory: whose journals stand there, what they say, and what a crash left behind.
+
+One dead writer is taken over, identity and sequence numbers included: its torn journal tail is cut, torn bytes behind the last
+extent of its open segment are cut, and the segment is sealed. Other journals are read as they are. Segments that no journal
+speaks of are read by their extents' headers; what nobody can use is removed, so no crash leaves work for people.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+
+from headstart.errors import ExtentCorrupt, StoreError
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId
+from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
+from headstart.tier.disk.directory import Directory, Listing
+from headstart.tier.disk.door import Disk
+from headstart.tier.disk.follow import Others
+from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
+from headstart.tier.disk.records import WRITER_BYTES, SegmentName, Snapshot
+from headstart.tier.disk.scan import scan_segment
+from headstart.tier.disk.store import Store
+
+log = logging.getLogger(__name__)
+
+_SEQUENCES_SKIPPED = 1 << 16  # behind a damaged journal, whose lost records may have named some
+_REMOVAL_BYTES = 256  # about what one takes in a journal
+
+
+def recover(
+    disk: Disk,
+    directory: Directory,
+    *,
+    capacity_bytes: int,
+    sync: bool,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+    counters: Counters,
+) -> tuple[Store, Others]:
+    """Return the store of a prepared directory and the other writers on it. Raises OSError."""
+    listing = directory.list()
+    _remove_temporary(disk, listing)
+    tails = _open_tails(disk, directory, listing, counters)
+    own: JournalTail | None = None
+    dead: set[bytes] = set()
+    for tail in tails:
+        if own is None and tail.take():
+            own = tail
+        elif _is_dead(disk, directory, tail):
+            dead.add(tail.writer)
+    books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
+    for tail in tails:
+        books.apply(tail.poll(), own=tail is own)
+        if tail.stopped and (tail is own or tail.writer in dead):
+            counters.add("journals_torn")
+    reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
+    journal = _own_journal(disk, directory, own, listing, books, reserve_bytes=reserve_bytes, now_ms=int(wall_clock() * 1000))
+    store = Store(
+        disk,
+        directory,
+        books,
+        journal,
+        capacity_bytes=capacity_bytes,
+        reserve_bytes=reserve_bytes,
+        sync=sync,
+        clock=clock,
+        wall_clock=wall_clock,
+        counters=counters,
+    )
+    others = Others(disk, directory, [tail for tail in tails if tail is not own], own_writer=journal.writer)
+    store.other_journals_bytes = others.allocated_bytes
+    store.dead_writers = dead
+    _measure_segments(store)
+    _adopt_unknown(store, listing)
+    store.make_room()
+    return store, others
+
+
+def _open_tails(disk: Disk, directory: Directory, listing: Listing, counters: Counters) -> list[JournalTail]:
+    tails = []
+    for writer, generations in listing.journals.items():
+        for generation in reversed(generations):
+            try:
+                tails.append(JournalTail(disk, directory, writer=writer, generation=generation))
+                break
+            except FileNotFoundError:
+                continue
+            except StoreError as error:
+                counters.add("journals_unreadable")
+                log.warning("disk tier %s: %s; what it says is lost", directory.root, error)
+                if error.reason != "journal-version":
+                    _remove_if_unlocked(disk, directory, writer, generation)
+    return tails
+
+
+def _remove_if_unlocked(disk: Disk, directory: Directory, writer: bytes, generation: int) -> None:
+    """Remove a journal that is damaged from its first byte: nobody can go on with it."""
+    path = directory.journal_path(writer, generation)
+    try:
+        handle = disk.open(path, "write")
+    except FileNotFoundError:
+        return
+    try:
+        if disk.lock_file(handle):
+            disk.unlink(path)
+    except FileNotFoundError:
+        pass
+    finally:
+        disk.close(handle)
+
+
+def _remove_temporary(disk: Disk, listing: Listing) -> None:
+    """Remove files that were being written when their writer died; a living one holds the lock."""
+    for path in listing.temporary:
+        try:
+            handle = disk.open(path, "write")
+        except FileNotFoundError:
+            continue
+        try:
+            if disk.lock_file(handle):
+                disk.unlink(path)
+        except FileNotFoundError:
+            pass
+        finally:
+            disk.close(handle)
+
+
+def _is_dead(disk: Disk, directory: Directory, tail: JournalTail) -> bool:
+    try:
+        probe = JournalTail(disk, directory, writer=tail.writer, generation=tail.generation)
+    except (FileNotFoundError, StoreError):
+        return False
+    try:
+        return probe.take()
+    finally:
+        probe.close()
+
+
+def _own_journal(
+    disk: Disk,
+    directory: Directory,
+    own: JournalTail | None,
+    listing: Listing,
+    books: Books,
+    *,
+    reserve_bytes: int,
+    now_ms: int,
+) -> Journal:
+    if own is None:
+        return Journal.create(
+            disk,
+            directory,
+            [Snapshot(books.counter, 0)],
+            writer=secrets.token_bytes(WRITER_BYTES),
+            generation=0,
+            now_ms=now_ms,
+            reserve_bytes=reserve_bytes,
+        )
+    for generation in listing.journals[own.writer]:
+        if generation != own.generation:  # its writer died between the new and the old
+            _remove_if_unlocked(disk, directory, own.writer, generation)
+    if own.stopped:
+        books.next_sequence += _SEQUENCES_SKIPPED
+    on_disk = [name.sequence + 1 for name in listing.segments if name.writer == own.writer]
+    books.next_sequence = max([books.next_sequence, *on_disk])
+    return Journal.take_over(disk, directory, own, reserve_bytes=reserve_bytes)
+
+
+def _measure_segments(store: Store) -> None:
+    """Compare what journals say with the files: forget what is gone, cut what is torn, count what is charged."""
+    books, short, unsealed = store.books, list[ExtentId](), list[Segment]()
+    for segment in list(books.segments.values()):
+        if not segment.opened:
+            continue
+        path = store.directory.segment_path(segment.name)
+        try:
+            facts = store.disk.stat(path)
+        except FileNotFoundError:
+            books.forget_segment(segment)
+            continue
+        books.charge(segment, facts.allocated_bytes)
+        if segment.name.writer == store.writer and not segment.sealed:
+            unsealed.append(segment)
+            if facts.size > segment.end:
+                _cut(store, segment)
+        for offset, row in segment.rows.items():
+            if offset + books.place(row)[2] > facts.size:
+                short.append(books.id_of(row))
+    if short:  # the journal outlived the bytes: without durability "data" a power loss does that
+        store.remove(short, reason="lost")
+    store.seal(unsealed)
+
+
+def _cut(store: Store, segment: Segment) -> None:
+    handle = store.disk.open(store.directory.segment_path(segment.name), "write")
+    try:
+        store.disk.truncate(handle, segment.end)
+        store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
+    finally:
+        store.disk.close(handle)
+    store.counters.add("segments_cut")
+
+
+def _adopt_unknown(store: Store, listing: Listing) -> None:
+    """Take segments into the own journal whose writer is dead and whose journal is lost or damaged."""
+    known = {name for name, segment in store.books.segments.items() if segment.opened}
+    unknown = sorted(listing.segments - known)
+    if not unknown:
+        return
+    writers = store.directory.list_journals()  # again: one that was renewed during the first listing may have been missed
+    for name in unknown:
+        if name.writer == store.writer or name.writer in store.dead_writers or name.writer not in writers:
+            _adopt(store, name)
+
+
+def _adopt(store: Store, name: SegmentName) -> None:
+    try:
+        handle = store.disk.open(store.directory.segment_path(name), "read", bulk=True)
+    except FileNotFoundError:
+        return
+    try:
+        records = scan_segment(store.disk, handle, name)
+    except (ExtentCorrupt, StoreError) as error:
+        log.warning("disk tier %s: segment %s is dropped: %s", store.directory.root, name.sequence, error)
+        store.counters.add("segments_dropped")
+        store.unlink(store.books.segment(name))
+        return
+    finally:
+        store.disk.close(handle)
+    store.record(records)
+    store.counters.add("segments_scanned")
+    segment = store.books.segment(name)
+    if not segment.rows:
+        store.unlink(segment)

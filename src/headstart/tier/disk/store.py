@@ -1,0 +1,572 @@
+"""The writing side of a disk tier: one change at a time, each in the order that survives a crash.
+
+    add      extent's bytes → (sync) → journal → (sync) → found under its keys
+    remove   lock its bytes against readers elsewhere → journal → no longer found → space given back
+
+A change takes its turn: only changes wait for each other, and no longer than `TURN_S`. The books have a lock of their own,
+which is never held across I/O, so looking up and reading never wait for a disk that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.representation import Representation
+from headstart.errors import ExtentCorrupt, StoreError
+from headstart.metrics import Counters
+from headstart.policy.eviction import choose_victims
+from headstart.tier.base import ExtentId, WriteOutcome
+from headstart.tier.disk.books import Books, Segment
+from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.files import SegmentFiles
+from headstart.tier.disk.journal import Journal
+from headstart.tier.disk.records import (
+    ExtentAdded,
+    ExtentName,
+    Record,
+    Removed,
+    RepresentationDeclared,
+    SegmentName,
+    SegmentSealed,
+    Touched,
+    encode_record,
+)
+from headstart.tier.disk.segment import SegmentHeader, segment_capacity
+
+TURN_S = 30.0
+STOPPED_S = 30.0  # how long nothing is stored after the medium refused
+TOUCH_INTERVAL_S = 5.0
+RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
+QUARANTINE = "corrupt"
+FULL = {errno.ENOSPC, errno.EDQUOT}
+LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_USES_A_RECORD = 4096
+_NO_FILE = Handle(-1)
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """Everything of an open directory. `lock` guards `books`; what is public here and changes something takes a turn."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Directory,
+        books: Books,
+        journal: Journal,
+        *,
+        capacity_bytes: int,
+        reserve_bytes: int,
+        sync: bool,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        counters: Counters,
+    ) -> None:
+        self.disk = disk
+        self.directory = directory
+        self.books = books
+        self.files = SegmentFiles(disk, directory)
+        self.lock = Lock()
+        self.counters = counters
+        self.capacity_bytes = capacity_bytes
+        self.other_journals_bytes = 0
+        self.dead_writers: set[bytes] = set()
+        self._journal = journal
+        self._journal_bytes = journal.allocated_bytes
+        self._slack_bytes = 2 * reserve_bytes + 8192  # what journal and file system may take beside an extent
+        self._reserve_bytes = reserve_bytes
+        self._sync = sync
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._turn = Lock()
+        self._process = os.getpid()
+        self._appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
+        self._holes = True
+        self._touched: dict[ExtentName, int] = {}
+        self._touch_due = clock() + TOUCH_INTERVAL_S
+        self._renew_bytes = min(RENEW_BYTES, capacity_bytes // 32)
+        self._renew_at = journal.size + self._renew_bytes
+        self._stopped_until: float | None = None
+        self._closed = False
+
+    # What changes something.
+
+    def add(
+        self, image: memoryview, representation: Representation, added: ExtentAdded, *, keys: Sequence[bytes]
+    ) -> WriteOutcome:
+        """Store an extent whose place is not decided yet (`added.extent` is ignored)."""
+        if self._stopped_until is not None and self._clock() < self._stopped_until:
+            return self._refused("stopped")
+        with self.turn() as mine:
+            if not mine:
+                return self._refused("stopped")
+            with self.lock:
+                if self.books.present(representation.digest, keys):
+                    return WriteOutcome(stored=True, reason="present")
+            try:
+                return self._add(image, representation, added)
+            except OSError as error:
+                if not self._mended(error, image.nbytes):
+                    return self._stop(error)
+            try:
+                return self._add(image, representation, added)  # once more, not for ever
+            except OSError as error:
+                return self._stop(error)
+
+    def _mended(self, error: OSError, nbytes: int) -> bool:
+        """Do what may help against an error: room where the disk is full, a directory where it was removed."""
+        try:
+            if error.errno in FULL:
+                return self._evict(nbytes + self._slack_bytes, "full")
+            if error.errno in LOST:
+                self._recreate()
+                return True
+        except (OSError, StoreError):
+            self.counters.add("mend_failed")
+        return False
+
+    def remove(self, extents: Sequence[ExtentId], *, reason: str) -> int:
+        """Remove extents that nobody leases; returns how many."""
+        with self.turn() as mine:
+            if not mine:
+                return 0
+            with self.lock:
+                rows = [row for extent in extents if (row := self.books.row(extent)) is not None]
+            try:
+                removed = self._remove(rows, reason=reason)
+            except OSError:
+                self.counters.add("remove_failed")
+                return 0
+            self.counters.add(f"quarantined_{reason}" if reason == QUARANTINE else f"removed_{reason}", len(removed))
+            return len(removed)
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        """Note uses, the first one given being the latest; journalled now and then."""
+        with self.lock:
+            for extent in reversed(extents):
+                row = self.books.row(extent)
+                if row is not None:
+                    self._touched[self.books.name(row)] = self.books.touch(row)
+            due = self._clock() >= self._touch_due
+        if due:
+            with self.turn(wait_s=0) as mine:
+                if mine:
+                    self._flush_touches()
+
+    def lost_segment(self, segment: Segment) -> None:
+        """The file of a segment is gone or is not what it was: nothing in it is found any more."""
+        with self.lock:
+            if segment.gone:
+                return
+            self.books.forget_segment(segment)
+        self.files.discard(segment)
+        self.counters.add("segments_lost")
+
+    def make_room(self) -> None:
+        """Evict what lies above the capacity (which may have been lowered since)."""
+        with self.turn() as mine:
+            if mine and self.allocated_bytes > self.capacity_bytes:
+                self._evict(self.allocated_bytes - self.capacity_bytes, "capacity")
+
+    def seal(self, segments: Sequence[Segment]) -> None:
+        """Say that nothing will be added to segments; a segment without a living extent is removed."""
+        with self.turn() as mine:
+            if mine:
+                self._seal(segments)
+
+    def record(self, records: Sequence[Record]) -> None:
+        """Journal what was found out about segments that no journal speaks of."""
+        with self.turn() as mine:
+            if mine:
+                self._append(records)
+                with self.lock:
+                    opened = self.books.apply(records, own=True)
+                for segment in opened:
+                    self.measure(segment)
+
+    def unlink(self, segment: Segment) -> None:
+        """Remove a segment file in which nothing is alive."""
+        with self.turn() as mine:
+            if mine:
+                self._unlink(segment)
+
+    def close(self) -> None:
+        """Say what is still to say and let go of the journal."""
+        with self.turn() as mine:
+            if mine:
+                with contextlib.suppress(OSError):
+                    self._flush_touches()
+                    self._seal(list(self._appending.values()))
+                self._journal.close(remove=self._silent())
+                self._closed = True
+        # A turn that never came is a stuck disk: its thread still uses the journal, which then ends with the process.
+        self._closed = True
+        if not self.files.close(TURN_S):
+            log.warning("disk tier %s: a read did not end in %d s; its file stays open", self.directory.root, TURN_S)
+
+    def _silent(self) -> bool:
+        """Whether the own journal says nothing that anybody would miss."""
+        with self.lock:
+            recorded = any(s.recorded and not s.gone for s in self.books.segments.values())
+            return not recorded and not any(removal.recorded for removal in self.books.removals)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.books.allocated_bytes + self._journal_bytes + self.other_journals_bytes + 4096  # the marker
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped_until is not None and self._clock() < self._stopped_until
+
+    @property
+    def writer(self) -> bytes:
+        return self._journal.writer
+
+    @contextmanager
+    def turn(self, *, wait_s: float = TURN_S) -> Iterator[bool]:
+        """Wait for one's turn to change something; False if it did not come or if there is nothing to change any more."""
+        if not (self._turn.acquire(timeout=wait_s) if wait_s else self._turn.acquire(blocking=False)):
+            if wait_s:
+                self.counters.add("turn_timed_out")
+            yield False
+            return
+        try:
+            # A forked child has the parent's locks and names: it must not write.
+            yield not self._closed and os.getpid() == self._process
+        finally:
+            self._turn.release()
+
+    # Adding; in turn.
+
+    def _add(self, image: memoryview, representation: Representation, added: ExtentAdded) -> WriteOutcome:
+        if self._journal.lost:
+            raise FileNotFoundError(errno.ENOENT, "the journal was removed", str(self.directory.root))
+        nbytes = image.nbytes
+        segment = self._appending.get(representation.digest)
+        if segment is not None and (segment.gone or segment.end + nbytes > segment.capacity_bytes):
+            self._seal([segment])
+            segment = None
+        header = self._new_header(representation) if segment is None else None
+        needed = nbytes + self._slack_bytes + (header.header_bytes if header else 0)
+        missing = self.allocated_bytes + needed - self.capacity_bytes
+        if missing > 0 and not self._evict(missing, "capacity"):
+            return self._refused("full")
+        if segment is not None and segment.gone:  # evicted whole
+            segment, header = None, self._new_header(representation)
+        if segment is None:
+            assert header is not None
+            segment = self._open_segment(header)
+        offset = segment.end
+        with self.files.held(segment) as handle:
+            try:
+                self.disk.write(handle, image, offset)
+                if self._sync:
+                    self.disk.sync(handle)
+                placed = ExtentAdded(
+                    ExtentName(segment.name, offset),
+                    nbytes,
+                    added.header_bytes,
+                    added.created_ms,
+                    self.books.counter + 1,
+                    added.retention,
+                    added.prefixes,
+                )
+                self._append([placed])
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.disk.truncate(handle, offset)
+                    self.measure(segment)
+                raise
+            facts = self.disk.facts(handle)
+        with self.lock:
+            self.books.apply([placed], own=True)
+            self.books.charge(segment, facts.allocated_bytes)
+        if facts.links == 0:
+            self.lost_segment(segment)
+            raise FileNotFoundError(errno.ENOENT, "the segment was removed", str(self.directory.segment_path(segment.name)))
+        self.counters.add("bytes_written", nbytes)
+        self._recovered()
+        self._tidy()
+        return WriteOutcome(stored=True, reason="written")
+
+    def _new_header(self, representation: Representation) -> SegmentHeader:
+        return SegmentHeader(
+            SegmentName(self._journal.writer, self.books.next_sequence),
+            segment_capacity(representation, capacity_bytes=self.capacity_bytes),
+            self._now_ms(),
+            representation.encode(),
+            representation.digest,
+        )
+
+    def _open_segment(self, header: SegmentHeader) -> Segment:
+        with self.lock:
+            self.books.next_sequence += 1  # also when what follows fails: a name is used once
+            segment = self.books.segment(header.segment)
+            segment.capacity_bytes = header.capacity_bytes
+            segment.header_bytes = header.header_bytes
+            segment.created_ms = header.created_ms
+            segment.representation = header.digest
+            declared = header.digest in self.books.representations
+        self.files.create(header, sync=self._sync)
+        try:
+            records: list[Record] = [] if declared else [RepresentationDeclared(header.representation)]
+            records.append(self.books.opened_record(segment))
+            self._append(records)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.disk.unlink(self.directory.segment_path(segment.name))
+            self.files.discard(segment)
+            with self.lock:
+                segment.gone = True
+            raise
+        finally:
+            self.files.let_go(segment)
+        with self.lock:
+            self.books.apply(records, own=True)
+        self.measure(segment)
+        self._appending[header.digest] = segment
+        return segment
+
+    def _seal(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._appending.pop(segment.representation, None)
+        sealed = [SegmentSealed(s.name, s.end) for s in segments if not s.gone and not s.sealed]
+        if sealed:
+            self._append(sealed)
+            with self.lock:
+                self.books.apply(sealed, own=True)
+        for segment in segments:
+            if not segment.gone and not segment.rows:
+                self._unlink(segment)
+
+    # Removing; in turn.
+
+    def _evict(self, needed_bytes: int, reason: str) -> bool:
+        """Free at least so many bytes, least recently used first. False where leases leave too little."""
+        freed, refused = 0, np.empty(0, np.int64)
+        while freed < needed_bytes:
+            with self.lock:
+                rows = self._victims(needed_bytes - freed, refused)
+            if rows is None:
+                return False
+            before = self.allocated_bytes
+            removed = self._remove(rows.tolist(), reason=reason)
+            self.counters.add(f"evicted_{reason}", len(removed))
+            freed += before - self.allocated_bytes
+            refused = np.union1d(refused, np.setdiff1d(rows, np.array(removed, np.int64)))
+        return True
+
+    def _victims(self, needed_bytes: int, refused: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        rows = self.books.living()
+        segments, last_used, nbytes, leased = self.books.columns(rows)
+        leased = leased | np.isin(rows, refused)
+        if self._holes:
+            chosen = choose_victims(last_used=last_used, nbytes=nbytes, leased=leased, needed_bytes=needed_bytes)
+            return rows[chosen] if nbytes[chosen].sum() >= needed_bytes else None
+        # No holes here: space comes back segment by segment, the one first whose latest use is longest ago.
+        numbers, member = np.unique(segments, return_inverse=True)
+        used = np.zeros(len(numbers), np.int64)
+        np.maximum.at(used, member, last_used)
+        taken = np.zeros(len(numbers), np.bool_)
+        np.logical_or.at(taken, member, leased)
+        files = [self.books.numbered(int(number)) for number in numbers]
+        taken |= np.array([not self._settled(segment) for segment in files], np.bool_)
+        charged = np.array([segment.allocated_bytes for segment in files], np.int64)
+        chosen = choose_victims(last_used=used, nbytes=charged, leased=taken, needed_bytes=needed_bytes)
+        return rows[np.isin(member, chosen)] if charged[chosen].sum() >= needed_bytes else None
+
+    def _remove(self, rows: Iterable[int], *, reason: str) -> list[int]:
+        """Remove the extents of rows that are not leased here or elsewhere; returns the rows that were."""
+        with self.lock:
+            condemned = [row for row in dict.fromkeys(rows) if self.books.leases(row) == 0]
+            for row in condemned:
+                self.books.set_leases(row, -1)
+            places = {row: self.books.place(row) for row in condemned}
+        locks = {row: handle for row in condemned if (handle := self._lock_bytes(*places[row])) is not None}
+        removed: list[Record] = []
+        try:
+            if locks:
+                extents = tuple((self.books.name(row), self.books.prefixes(row)) for row in locks)
+                record = Removed(self._now_ms(), reason, extents, quarantined=reason == QUARANTINE)
+                self._append([record])
+                removed.append(record)
+        finally:
+            with self.lock:
+                for row in condemned:
+                    self.books.set_leases(row, 0)
+                self.books.apply(removed, own=True)
+            for row, handle in locks.items():
+                segment, offset, nbytes = places[row]
+                if handle != _NO_FILE:
+                    if removed and segment.rows:
+                        self._punch(handle, offset, nbytes)
+                    with contextlib.suppress(OSError):  # it ends with the handle at the latest
+                        self.disk.unlock_range(handle, offset, nbytes)
+                    self.files.let_go(segment)
+        for segment in {places[row][0].number: places[row][0] for row in locks}.values():
+            if not segment.rows and self._settled(segment):
+                self._unlink(segment)
+            else:
+                self.measure(segment)
+        return list(locks)
+
+    def _lock_bytes(self, segment: Segment, offset: int, nbytes: int) -> Handle | None:
+        """Keep readers of other processes away from an extent and hold its file. None: somebody reads there."""
+        try:
+            handle = self.files.hold(segment)
+        except ExtentCorrupt:
+            return _NO_FILE  # nothing can be read there, here or elsewhere
+        except OSError as error:
+            return None if error.errno in _SHORTAGE else _NO_FILE
+        try:
+            if self.disk.lock_range(handle, offset, nbytes, exclusive=True):
+                return handle
+        except OSError:
+            self.counters.add("lock_failed")
+        self.files.let_go(segment)
+        return None
+
+    def _punch(self, handle: Handle, offset: int, nbytes: int) -> None:
+        if not self._holes:
+            return
+        try:
+            self._holes = self.disk.punch(handle, offset, nbytes)
+        except OSError:
+            self.counters.add("punch_failed")
+
+    def _settled(self, segment: Segment) -> bool:
+        """Whether nobody will add to a segment without this process knowing, so that its file may go."""
+        return segment.recorded or segment.sealed or segment.name.writer in self.dead_writers
+
+    def _unlink(self, segment: Segment) -> None:
+        if self._appending.get(segment.representation) is segment:
+            del self._appending[segment.representation]
+        try:
+            self.disk.unlink(self.directory.segment_path(segment.name))
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self.counters.add("unlink_failed")
+            return
+        with self.lock:
+            self.books.forget_segment(segment)
+        self.files.discard(segment)
+
+    # What goes with every change; in turn.
+
+    def _append(self, records: Sequence[Record]) -> None:
+        self._journal.append(records, sync=self._sync)
+        self._journal_bytes = self._journal.allocated_bytes
+
+    def _flush_touches(self) -> None:
+        self._touch_due = self._clock() + TOUCH_INTERVAL_S
+        with self.lock:
+            uses, self._touched = list(self._touched.items()), {}
+        for first in range(0, len(uses), _USES_A_RECORD):
+            batch = tuple(uses[first : first + _USES_A_RECORD])
+            if self.allocated_bytes + self._slack_bytes > self.capacity_bytes:
+                break  # the order of use is kept in memory; it is not worth an extent
+            try:
+                self._append([Touched(batch)])
+            except OSError:
+                self.counters.add("touch_failed")
+                return
+
+    def _tidy(self) -> None:
+        """Journal what was touched when it is due; start the journal anew when it has grown and is mostly dead."""
+        if self._touched and self._clock() >= self._touch_due:
+            self._flush_touches()
+        if self._journal.size < self._renew_at:
+            return
+        self._renew_at = self._journal.size + self._renew_bytes
+        missing = self.allocated_bytes + self._journal.size // 2 + self._slack_bytes - self.capacity_bytes
+        if missing > 0 and not self._evict(missing, "capacity"):
+            return
+        with self.lock:
+            records = list(self.books.snapshot())
+        nbytes = sum(len(encode_record(r, writer=self.writer, generation=0, offset=0)) for r in records)
+        if nbytes * 2 > self._journal.size:
+            return
+        try:
+            self._journal = self._journal.renew(records, now_ms=self._now_ms())
+        except OSError:
+            self.counters.add("journal_renew_failed")
+            return
+        self._journal_bytes = self._journal.allocated_bytes
+        self._renew_at = self._journal.size + self._renew_bytes
+        self.counters.add("journal_renewed")
+
+    def _recreate(self) -> None:
+        """Somebody removed the directory, or a part of it: forget what is gone, and begin again in what can be made anew."""
+        self.directory.prepare()
+        there = self.directory.list().segments
+        with self.lock:
+            lost = [s for s in self.books.segments.values() if not s.gone and s.opened and s.name not in there]
+        for segment in lost:
+            self.lost_segment(segment)
+        if self._journal.lost:
+            with self.lock:
+                records = list(self.books.snapshot())
+            old = self._journal
+            self._journal = Journal.create(
+                self.disk,
+                self.directory,
+                records,
+                writer=old.writer,
+                generation=old.generation + 1,
+                now_ms=self._now_ms(),
+                reserve_bytes=self._reserve_bytes,
+            )
+            old.close()
+            self._journal_bytes = self._journal.allocated_bytes
+            log.warning("disk tier %s: the directory was removed; it was made anew", self.directory.root)
+            self.counters.add("recreated")
+
+    def measure(self, segment: Segment) -> None:
+        try:
+            facts = self.disk.stat(self.directory.segment_path(segment.name))
+        except FileNotFoundError:
+            self.lost_segment(segment)
+        except OSError:
+            self.counters.add("stat_failed")  # the old figure stands: too high rather than too low
+        else:
+            with self.lock:
+                self.books.charge(segment, facts.allocated_bytes)
+
+    def _refused(self, reason: str) -> WriteOutcome:
+        self.counters.add(f"write_failed_{reason}")
+        return WriteOutcome(stored=False, reason=reason)
+
+    def _stop(self, error: OSError | StoreError) -> WriteOutcome:
+        """Store nothing for a while: the medium refuses. Said once, until something was stored again."""
+        if self._stopped_until is None:
+            log.warning(
+                "disk tier %s: nothing is stored for now (%s); reading goes on, and it is tried again every %d s",
+                self.directory.root,
+                error,
+                STOPPED_S,
+            )
+        self._stopped_until = self._clock() + STOPPED_S
+        code = errno.errorcode.get(error.errno or 0, "other").lower()
+        self.counters.add(f"write_failed_{code}")
+        return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")
+
+    def _recovered(self) -> None:
+        if self._stopped_until is not None:
+            self._stopped_until = None
+            log.warning("disk tier %s: storing again", self.directory.root)
+
+    def _now_ms(self) -> int:
+        return int(self._wall_clock() * 1000)

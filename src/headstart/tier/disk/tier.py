@@ -1,0 +1,354 @@
+"""The disk tier: a directory of segments and journals behind the verbs of `tier.base`.
+
+Lookups are in memory. Writing is `store`, opening is `recovery`; here are leases, reads, and what other processes on the same
+directory did meanwhile. Verification is not: bytes are handed out as they lie, and whoever reads them checks them.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from headstart.block.extent import decode_header
+from headstart.block.representation import Representation
+from headstart.errors import ExtentCorrupt, StoreError
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId, ExtentInfo, Placement, Problem, ReadRange, TierStatistics, WriteOutcome
+from headstart.tier.disk.books import Removal, Segment
+from headstart.tier.disk.check import check_store
+from headstart.tier.disk.directory import Directory, unavailable
+from headstart.tier.disk.door import Disk, Handle, RealDisk
+from headstart.tier.disk.follow import Others
+from headstart.tier.disk.records import PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName, SegmentOpened
+from headstart.tier.disk.recovery import recover
+from headstart.tier.disk.segment import SegmentHeader, segment_capacity
+from headstart.tier.disk.store import LOST, QUARANTINE, Store
+
+MIN_CAPACITY_BYTES = 1 << 20
+REFRESH_INTERVAL_S = 0.05
+_UNPLACED = ExtentName(SegmentName(b"", 0), 0)
+
+
+class DiskTier:
+    """Use `DiskTier.open`. Safe from many threads; several processes may have the same directory open."""
+
+    name = "disk"
+    trusted = False
+
+    def __init__(self, store: Store, others: Others, *, bypasses_page_cache: bool, clock: Callable[[], float]) -> None:
+        self.bypasses_page_cache = bypasses_page_cache
+        self._store = store
+        self._others = others
+        self._clock = clock
+        self._counters = store.counters
+        self._closed = False
+        self._refreshing = Lock()  # one thread follows the other journals at a time; nobody waits for it
+        self._look_due = clock() + REFRESH_INTERVAL_S
+        self._leasing = Lock()  # first and last lease of an extent, so that its lock in the file is there when the count is
+        self._held: dict[ExtentId, tuple[Segment, int, int, Handle]] = {}
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        capacity_bytes: int,
+        durability: Literal["none", "data"] = "none",
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> DiskTier:
+        """Open or create a cache directory and find again what it holds. Raises FormatMismatch, TierUnavailable."""
+        if capacity_bytes < MIN_CAPACITY_BYTES:
+            raise ValueError(f"a disk tier of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
+        disk = RealDisk() if disk is None else disk
+        place = Directory(disk, directory)
+        place.prepare()
+        try:
+            direct = disk.probe(place.journals)
+            store, others = recover(
+                disk,
+                place,
+                capacity_bytes=capacity_bytes,
+                sync=durability == "data",
+                clock=clock,
+                wall_clock=wall_clock,
+                counters=Counters(),
+            )
+        except OSError as error:
+            raise unavailable(directory, error) from error
+        return cls(store, others, bypasses_page_cache=direct, clock=clock)
+
+    def max_extent_bytes(self, representation: Representation) -> int:
+        """Return the largest image that `write` takes: an extent never spans segments."""
+        capacity = segment_capacity(representation, capacity_bytes=self._store.capacity_bytes)
+        header = SegmentHeader(_UNPLACED.segment, capacity, 0, representation.encode(), representation.digest)
+        return capacity - header.header_bytes
+
+    def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
+        self._require_open()
+        with self._store.lock:
+            extents, positions = self._store.books.locate(representation, keys)
+        if (extents < 0).any() and self._clock() >= self._look_due:
+            self.refresh()
+            with self._store.lock:
+                extents, positions = self._store.books.locate(representation, keys)
+        return Placement(extents, positions)
+
+    def info(self, extent: ExtentId) -> ExtentInfo | None:
+        self._require_open()
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            return None if row is None else self._store.books.info(row)
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        self._require_open()
+        leased = [self._lease(extent) for extent in extents]
+        if len(self._others) and any(leased):
+            # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
+            self._follow(look=False)
+            with self._store.lock:
+                alive = [self._store.books.row(extent) is not None for extent in extents]
+            self.release([extent for extent, ok, here in zip(extents, leased, alive, strict=True) if ok and not here])
+            leased = [ok and here for ok, here in zip(leased, alive, strict=True)]
+        return leased
+
+    def release(self, extents: Sequence[ExtentId]) -> None:
+        for extent in extents:
+            with self._leasing:
+                held = self._release(extent)
+                if held is not None:
+                    _, offset, nbytes, handle = held
+                    try:
+                        self._store.disk.unlock_range(handle, offset, nbytes)
+                    except OSError:
+                        self._counters.add("lock_failed")
+            if held is not None:
+                self._store.files.let_go(held[0])
+
+    def read(self, reads: Sequence[ReadRange]) -> int:
+        self._require_open()
+        total = sum(self._read(read) for read in reads)
+        self._counters.add("bytes_read", total)
+        return total
+
+    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+        self._require_open()
+        header = decode_header(image, representation)
+        if image.nbytes > self.max_extent_bytes(representation):
+            self._counters.add("write_failed_too-large")
+            return WriteOutcome(stored=False, reason="too-large")
+        layout = header.layout(representation)
+        if image.nbytes != layout.extent_bytes:
+            raise ExtentCorrupt(
+                f"an image of {image.nbytes} bytes was given for an extent of {layout.extent_bytes}", reason="truncated"
+            )
+        if self._clock() >= self._look_due:
+            self.refresh()
+        prefixes = b"".join(key[:PREFIX_BYTES] for key in header.keys)
+        added = ExtentAdded(_UNPLACED, image.nbytes, layout.header_bytes, header.created_ms, 0, retention, prefixes)
+        return self._store.add(image, representation, added, keys=header.keys)
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        self._require_open()
+        self._store.touch(extents)
+
+    def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
+        self._require_open()
+        if reason == QUARANTINE:
+            self.refresh()  # what another process removed meanwhile is gone, not corrupt
+        return self._store.remove(extents, reason=reason)
+
+    def refresh(self) -> None:
+        """Take over what other processes did to the directory since the last look."""
+        self._look_due = self._clock() + REFRESH_INTERVAL_S
+        self._follow(look=True)
+
+    def scan(self) -> Iterator[ExtentInfo]:
+        self._require_open()
+        with self._store.lock:
+            books = self._store.books
+            found = [books.info(row) for row in books.living().tolist()]
+        return iter(found)
+
+    def removals(self) -> list[Removal]:
+        """Return the latest removals that are remembered, oldest first: evicted is not the same as never written."""
+        with self._store.lock:
+            return list(self._store.books.removals)
+
+    def statistics(self) -> TierStatistics:
+        store = self._store
+        with store.lock:
+            return TierStatistics(
+                name=self.name,
+                capacity_bytes=store.capacity_bytes,
+                allocated_bytes=store.allocated_bytes,
+                live_bytes=store.books.live_bytes,
+                extents=store.books.extents,
+                blocks=store.books.blocks,
+                counters=self._counters.snapshot(),
+            )
+
+    def check(self) -> list[Problem]:
+        self._require_open()
+        self.refresh()
+        with self._store.turn() as mine:
+            if not mine:
+                return [Problem(str(self._store.directory.root), "a write did not end in time; nothing was compared")]
+            try:
+                return check_store(self._store)
+            except OSError as error:
+                return [Problem(str(self._store.directory.root), f"the directory cannot be read: {error}")]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._leasing:
+            held, self._held = list(self._held.values()), {}
+        for segment, *_ in held:  # their locks end with the handles
+            self._store.files.let_go(segment)
+        self._store.close()
+        with self._refreshing:
+            self._others.close()
+
+    def __repr__(self) -> str:
+        return f"<DiskTier {self._store.directory.root} of {self._store.capacity_bytes} bytes>"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"disk tier {self._store.directory.root} is closed", reason="closed", tier=self.name)
+
+    def _lease(self, extent: ExtentId) -> bool:
+        store = self._store
+        with store.lock:
+            row = store.books.row(extent)
+            if row is None or store.books.leases(row) < 0:
+                return False
+            segment, offset, nbytes = store.books.place(row)
+        handle = self._hold(segment)
+        if handle is None:
+            return False
+        keep = False
+        with self._leasing:
+            with store.lock:
+                row = store.books.row(extent)
+                count = -1 if row is None else store.books.leases(row)
+                if row is not None and count >= 0:
+                    store.books.set_leases(row, count + 1)
+            if count == 0:
+                keep = self._lock_range(handle, offset, nbytes)
+                if keep:
+                    self._held[extent] = (segment, offset, nbytes, handle)
+                else:
+                    count = -1
+                    with store.lock:
+                        row = store.books.row(extent)
+                        if row is not None:
+                            store.books.set_leases(row, 0)
+        if not keep:
+            store.files.let_go(segment)
+        return count >= 0
+
+    def _hold(self, segment: Segment) -> Handle | None:
+        try:
+            return self._store.files.hold(segment)
+        except ExtentCorrupt as error:
+            self._counters.add(f"read_failed_{error.reason}")
+            self._store.lost_segment(segment)
+        except OSError as error:
+            self._failed(error, segment)
+        return None
+
+    def _lock_range(self, handle: Handle, offset: int, nbytes: int) -> bool:
+        try:
+            return self._store.disk.lock_range(handle, offset, nbytes, exclusive=False)
+        except OSError:
+            self._counters.add("lock_failed")
+            return False
+
+    def _release(self, extent: ExtentId) -> tuple[Segment, int, int, Handle] | None:
+        """Count one lease less; returns what the last one held. An extent removed elsewhere has no count any more."""
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            if row is not None and not self._closed:
+                count = self._store.books.leases(row)
+                if count <= 0:
+                    raise ValueError(f"disk tier: extent {extent} was released more often than leased")
+                self._store.books.set_leases(row, count - 1)
+                if count > 1:
+                    return None
+        return self._held.pop(extent, None)
+
+    def _read(self, read: ReadRange) -> int:
+        store = self._store
+        with store.lock:
+            row = store.books.row(read.extent)
+            place = None if row is None else store.books.place(row)
+        if place is None:
+            self._counters.add("read_failed_gone")
+            raise StoreError("the extent was removed meanwhile", reason="gone", tier=self.name, extent=read.extent)
+        segment, offset, nbytes = place
+        wanted = sum(buffer.nbytes for buffer in read.buffers)
+        if read.offset < 0 or read.offset + wanted > nbytes:
+            raise StoreError(
+                f"disk tier: bytes {read.offset} to {read.offset + wanted} of an extent of {nbytes} were asked for",
+                reason="range",
+                tier=self.name,
+                extent=read.extent,
+            )
+        try:
+            with store.files.held(segment) as handle:
+                return store.disk.read(handle, read.buffers, offset + read.offset)
+        except ExtentCorrupt as error:
+            self._counters.add(f"read_failed_{error.reason}")
+            store.lost_segment(segment)
+            raise
+        except StoreError as error:
+            if error.facts.get("reason") != "short-read":
+                raise
+            self._counters.add("read_failed_short-read")
+            path = store.directory.segment_path(segment.name)
+            raise ExtentCorrupt(f"{path}: {error}", reason="short-read", tier=self.name, extent=read.extent) from error
+        except OSError as error:
+            self._failed(error, segment)
+            raise
+
+    def _failed(self, error: OSError, segment: Segment) -> None:
+        """Count a failed access; a file that is gone takes its extents along."""
+        self._counters.add(f"read_failed_{errno.errorcode.get(error.errno or 0, 'other').lower()}")
+        if error.errno in LOST:
+            self._store.lost_segment(segment)
+
+    def _follow(self, *, look: bool) -> None:
+        if not self._refreshing.acquire(blocking=False):
+            return
+        try:
+            if self._closed:
+                return
+            records = self._others.poll()
+            if look:
+                records += self._others.look_for_new()
+            self._take_over(records)
+        except (OSError, StoreError):
+            self._counters.add("refresh_failed")
+        finally:
+            self._refreshing.release()
+
+    def _take_over(self, records: Sequence[Record]) -> None:
+        store = self._store
+        if not records:
+            return
+        names = {r.segment for r in records if isinstance(r, SegmentOpened)}
+        names |= {r.extent.segment for r in records if isinstance(r, ExtentAdded)}
+        with store.lock:
+            store.books.apply(records, own=False)
+            store.other_journals_bytes = self._others.allocated_bytes
+            segments = [store.books.segments[name] for name in names if name in store.books.segments]
+        for segment in segments:
+            if not segment.gone:
+                store.measure(segment)
