@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import Config, parse_size
 from headstart.engine.base import EngineInfo
+from headstart.engine.checkpoint import identity_of
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
@@ -93,4 +95,10 @@ def _open_cache(folder: Path, config: Config, model: TorchModel) -> tuple[Prefix
     """Return the cache, or None, and one sentence about it."""
     if not config.cache.enabled:
         return None, "off by configuration"
-    return None, "not there yet"
+    identity = identity_of(folder, digests=config.models_directory.expanduser() / "digests.json")
+    cache = open_cache(config.cache, identity=identity, representation=model.shape.representation(query_heads=model.heads))
+    tiers = [tier.name for tier in cache.statistics().tiers]
+    if not tiers:
+        cache.close()
+        return None, "; ".join(("off", *cache.warnings))
+    return cache, "; ".join((f"prefixes are kept in {' and '.join(tiers)}", *cache.warnings))
