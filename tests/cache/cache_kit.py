@@ -20,7 +20,8 @@ TIMEOUT_S = 20.0
 class SpotTier:
     """A tier that stands for a disk: not trusted, and some bytes of every image read as they should not.
 
-    `spots`: image offset → "flip" or "eio". `reads` records (extent, offset, nbytes) of every range asked for."""
+    `spots`: image offset → "flip" or "eio"; of every extent, or of `victim` alone.
+    `reads` records (extent, offset, nbytes) of every range asked for."""
 
     trusted = False
 
@@ -28,6 +29,7 @@ class SpotTier:
         self.inner = inner
         self.name = name
         self.spots: dict[int, str] = {}
+        self.victim: ExtentId | None = None
         self.reads: list[tuple[ExtentId, int, int]] = []
 
     def __getattr__(self, verb: str) -> Any:
@@ -37,7 +39,8 @@ class SpotTier:
         for read in reads:
             nbytes = sum(buffer.nbytes for buffer in read.buffers)
             self.reads.append((read.extent, read.offset, nbytes))
-            hit = [spot for spot in self.spots if read.offset <= spot < read.offset + nbytes]
+            mine = self.victim is None or self.victim == read.extent
+            hit = [spot for spot in self.spots if mine and read.offset <= spot < read.offset + nbytes]
             if any(self.spots[spot] == "eio" for spot in hit):
                 raise OSError(5, "planted")
             assert self.inner.read([read]) == nbytes

@@ -170,7 +170,13 @@ class _Arrival:
 
 
 class _HeadJob(_Job):
-    """Reads the header, and with it the first pieces of layer 0 where they lie right behind it; queues the rest."""
+    """Reads the header, and with it the first pieces of layer 0 where they lie right behind it; queues the rest.
+
+    `alone`: the header only, after the two together could not be read."""
+
+    def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, alone: bool = False) -> None:
+        super().__init__(load, source, span, prompt, into)
+        self.alone = alone
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         span, representation = self.span, self.prompt.representation
@@ -179,11 +185,17 @@ class _HeadJob(_Job):
             raise StoreError(f"extent {span.extent} is gone")
         size = representation.layer_bytes[0]
         together = 0
-        if size is not None and span.first == 0:
+        if size is not None and span.first == 0 and not self.alone:
             together = min(wanted, max(1, (REQUEST_BYTES - info.header_bytes) // size))
         sizes = [size or 0] * together
         buffers = self.destination(sizes)
-        arrival = self.read(staging, 0, buffers, head_bytes=info.header_bytes)
+        try:
+            arrival = self.read(staging, 0, buffers, head_bytes=info.header_bytes)
+        except (StoreError, OSError):
+            if not together:
+                raise
+            span.pool.submit([_HeadJob(self.load, self.source, span, self.prompt, self.into, alone=True)])
+            return
         # A copy: the header outlives the staging buffer that it lies in.
         header = decode_header(bytes(arrival.head), representation)
         layout = header.layout(representation)
@@ -228,7 +240,7 @@ class _RangeJob(_Job):
     """Reads some pieces of one layer that lie side by side."""
 
     def __init__(
-        self, head: _HeadJob, header: ExtentHeader, layout: ExtentLayout, layer: int, *, first: int, sizes: Sequence[int]
+        self, head: _Job, header: ExtentHeader, layout: ExtentLayout, layer: int, *, first: int, sizes: Sequence[int]
     ) -> None:
         super().__init__(head.load, head.source, head.span, head.prompt, head.into)
         self.header = header
@@ -242,11 +254,23 @@ class _RangeJob(_Job):
         sizes = self.sizes[:wanted]
         buffers = self.destination(sizes)
         offset, nbytes = self.layout.piece_range(self.layer, self._in_extent(0), wanted)
-        fault = self.keep(self.read(staging, offset, buffers), self.header, buffers, sizes)
+        try:
+            arrival = self.read(staging, offset, buffers)
+        except (StoreError, OSError):
+            if self.pieces == 1:
+                raise
+            # Piece by piece, so that the pieces before the bad one are kept.
+            self.span.pool.submit([self._piece(i) for i in range(self.pieces)])
+            return
+        fault = self.keep(arrival, self.header, buffers, sizes)
         self.load.ended([self.layer], pieces=self.pieces, nbytes=nbytes, fault=fault)
 
     def end(self, fault: Fault | None) -> None:
         self.load.ended([self.layer], pieces=self.pieces, fault=fault)
+
+    def _piece(self, i: int) -> _RangeJob:
+        first = self.start - self.span.start + i
+        return _RangeJob(self, self.header, self.layout, self.layer, first=first, sizes=self.sizes[i : i + 1])
 
 
 def _piece_sizes(header: ExtentHeader, layout: ExtentLayout, layer: int) -> list[int]:

@@ -1,0 +1,271 @@
+"""Saving never blocks, stores each block once, keeps heads before tails, and lets go of its source when it says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+
+import numpy as np
+import pytest
+from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt
+
+from headstart.block.extent import layout_of
+from headstart.block.representation import Representation
+from headstart.cache import extents as extents_module
+from headstart.cache.prefix_cache import PrefixCache, SaveResult
+from headstart.testing.fake_kv import OPAQUE, TINY, FakeKV
+from headstart.testing.faults import Fault, FaultyTier
+from headstart.testing.round_trip import hit_tokens, load, match, save
+from headstart.tier.memory import MemoryTier
+
+
+class WatchedKV:
+    """A source that notes when it is read and can be told to fail."""
+
+    def __init__(self, kv: FakeKV, *, fail_at: int | None = None, spoil: int = 0) -> None:
+        self.kv = kv
+        self.fail_at = fail_at
+        self.spoil = spoil
+        self.reads = 0
+
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+        self.reads += 1
+        if self.fail_at == self.reads:
+            raise RuntimeError("planted")
+        buffers = self.kv.buffers(layer, first, sizes)
+        return buffers[self.spoil :]
+
+
+def test_two_threads_that_save_one_prompt_store_it_once() -> None:
+    tiers = MemoryTier(8 << 20), disk()
+    kv = prompt(40 * 64)
+    with cache_of(*tiers) as cache:
+        barrier = Barrier(4)
+
+        def work(_: int) -> SaveResult:
+            barrier.wait(TIMEOUT_S)
+            return save(cache, kv)
+
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(work, range(4)))
+        assert [result.stored_tokens for result in results] == [40 * 64] * 4
+        assert sum(result.written_bytes for result in results) == 2 * kv.image().nbytes
+        assert [extents(tier) for tier in tiers] == [1, 1]
+        assert all(leased_bytes(tier) == 0 for tier in tiers)
+
+
+def test_a_full_queue_drops_the_save_and_says_so_at_once() -> None:
+    tier = FaultyTier(MemoryTier(8 << 20), Fault("write", "stall", times=1))
+    token_bytes = TINY.bytes_per_token
+    with cache_of(tier, save_queue_bytes=token_bytes * 1000) as cache:
+        first = cache.save(prompt(640).tokens, prompt(640))
+        assert tier.stalled.wait(TIMEOUT_S)
+        second = cache.save(prompt(320, seed=1).tokens, prompt(320, seed=1))
+        refused, called = cache.save(prompt(128, seed=2).tokens, prompt(128, seed=2)), Event()
+        refused.add_done_callback(lambda ticket: called.set())
+        assert refused.done
+        assert called.is_set()
+        assert refused.wait(0.0) == SaveResult(0, 0, "queue-full")
+        assert not first.done
+        assert first.wait(0.0).reason == "timeout"
+        tier.heal()
+        assert [ticket.wait(TIMEOUT_S).reason for ticket in (first, second)] == [None, None]
+        assert cache.statistics().counters["save_dropped_queue-full"] == 1
+        assert save(cache, prompt(128, seed=2)).stored_tokens == 128  # room again
+
+
+def test_one_save_is_let_in_however_large() -> None:
+    with cache_of(disk(), save_queue_bytes=1) as cache:
+        assert save(cache, prompt(640)).stored_tokens == 640
+    with cache_of(disk(), representation=OPAQUE, save_queue_bytes=1) as cache:
+        kv = prompt(640, representation=OPAQUE)
+        assert save(cache, kv).stored_tokens == 640
+        assert save(cache, prompt(640, seed=1, representation=OPAQUE)).stored_tokens == 640
+
+
+@pytest.mark.parametrize(("fail_at", "spoil"), [(1, 0), (2, 0), (None, 1)])
+def test_a_source_that_fails_loses_its_save_and_no_other(
+    fail_at: int | None, spoil: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = disk()
+    kv = prompt(640)
+    with cache_of(tier) as cache, caplog.at_level(logging.CRITICAL):
+        ticket = cache.save(kv.tokens, WatchedKV(kv, fail_at=fail_at, spoil=spoil))
+        assert ticket.wait(TIMEOUT_S) == SaveResult(0, 0, "error")
+        assert (cache.statistics().counters["save_errors"], extents(tier)) == (1, 0)
+        assert save(cache, kv).stored_tokens == 640
+        assert leased_bytes(tier) == 0
+
+
+def test_nothing_is_read_from_a_source_once_its_ticket_is_done() -> None:
+    with cache_of(MemoryTier(1 << 20), disk()) as cache:
+        for seed in range(20):
+            kv = prompt(640, seed=seed)
+            source, at_done = WatchedKV(kv), []
+            ticket = cache.save(kv.tokens, source)
+            ticket.add_done_callback(lambda _, source=source, at_done=at_done: at_done.append(source.reads))
+            ticket.wait(TIMEOUT_S)
+            assert at_done == [source.reads]
+
+
+def test_what_is_stored_already_is_not_read_from_the_source() -> None:
+    kv = prompt(640)
+    with cache_of(MemoryTier(1 << 20), disk()) as cache:
+        save(cache, kv)
+        source = WatchedKV(kv)
+        assert cache.save(kv.tokens, source).wait(TIMEOUT_S) == SaveResult(640, 0, None)
+        assert source.reads == 0
+
+
+def test_tokens_that_change_after_the_call_do_not_matter() -> None:
+    kv = prompt(640)
+    tier = FaultyTier(MemoryTier(8 << 20), Fault("locate", "stall", times=1))
+    with cache_of(tier) as cache:
+        tokens = kv.tokens.copy()
+        ticket = cache.save(tokens, kv)
+        assert tier.stalled.wait(TIMEOUT_S)
+        tokens[:] = 0
+        tier.heal()
+        ticket.wait(TIMEOUT_S)
+        assert load(cache, prompt(641)).usable_tokens == 640
+
+
+def test_a_prompt_larger_than_memory_keeps_its_head_there_and_all_of_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 4)
+    memory, slow = MemoryTier(300 << 10), disk()
+    kv = prompt(100 * 64 + 1)
+    with cache_of(memory, slow) as cache:
+        save(cache, prompt(12 * 64, seed=1))
+        result = save(cache, kv)
+        assert (result.stored_tokens, result.reason) == (6400, "full")
+        in_memory = (memory.locate(TINY.digest, kv.keys).extents >= 0).tolist()
+        assert in_memory == sorted(in_memory, reverse=True)
+        assert 12 <= sum(in_memory) < 24
+        loaded = load(cache, kv)
+        assert (loaded.usable_tokens, loaded.wrong) == (6400, [])
+        assert leased_bytes(memory) == 0
+
+
+def test_heads_are_the_most_recently_used_after_a_save_and_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 4)
+    tier = disk()
+    with cache_of(tier) as cache:
+        save(cache, prompt(16 * 64))
+        save(cache, prompt(16 * 64, seed=1))
+
+        def uses(kv: FakeKV) -> list[int]:
+            order = dict.fromkeys(tier.locate(TINY.digest, kv.keys).extents.tolist())
+            return [tier.info(extent).last_used for extent in order]
+
+        old, new = uses(prompt(16 * 64)), uses(prompt(16 * 64, seed=1))
+        assert [old, new] == [sorted(old, reverse=True), sorted(new, reverse=True)]
+        assert max(old) < min(new)
+        with match(cache, prompt(16 * 64 + 1)):
+            assert uses(prompt(16 * 64)) == old  # a match extends no life
+        load(cache, prompt(16 * 64 + 1))
+        again = uses(prompt(16 * 64))
+        assert again == sorted(again, reverse=True)
+        assert min(again) > max(new)
+
+
+def test_long_runs_are_cut_evenly_and_below_what_every_tier_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = layout_of(TINY, 10).extent_bytes
+    tier = disk()
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    with cache_of(tier) as cache:
+        save(cache, prompt(21 * 64))
+        assert sorted(info.blocks for info in tier.scan()) == [7, 7, 7]
+        save(cache, prompt(10 * 64, seed=1))
+        assert sorted(info.blocks for info in tier.scan()) == [7, 7, 7, 10]
+        assert load(cache, prompt(21 * 64 + 1)).wrong == []
+
+
+def test_runs_of_varying_pieces_are_cut_by_their_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 48 << 10
+    tier = disk()
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    kv = prompt(40 * 128 + 1, representation=OPAQUE)
+    with cache_of(tier, representation=OPAQUE) as cache:
+        assert save(cache, kv).stored_tokens == 40 * 128
+        assert all(info.extent_bytes <= limit for info in tier.scan())
+        assert extents(tier) < 15
+        assert load(cache, kv).wrong == []
+
+
+def test_a_tier_too_small_for_one_piece_takes_nothing_and_hinders_nobody() -> None:
+    wide = Representation(kind="mha", layout="fake/9", dtype="float32", layer_bytes=(65536, 65536))
+    memory, slow = MemoryTier(64 << 10), disk()
+    with cache_of(memory, slow, representation=wide) as cache:
+        result = save(cache, prompt(640, representation=wide))
+        assert (result.stored_tokens, result.reason) == (640, "too-large")
+        assert (extents(memory), extents(slow)) == (0, 1)
+
+
+def test_a_tier_that_fails_to_write_is_left_out_of_the_rest_of_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 2)
+    memory = MemoryTier(8 << 20)
+    slow = FaultyTier(MemoryTier(8 << 20), Fault("write", "eio", start=3, times=1))
+    kv = prompt(10 * 64)
+    with cache_of(memory, slow) as cache:
+        assert save(cache, kv) == SaveResult(640, 14 * 12288 + 7 * 4096, "error")
+        assert (slow.inner.locate(TINY.digest, kv.keys).extents >= 0).tolist() == [True] * 4 + [False] * 6
+        assert save(cache, kv).stored_tokens == 640
+        assert (slow.inner.locate(TINY.digest, kv.keys).extents >= 0).all()
+
+
+def test_a_tail_that_is_evicted_is_written_again_and_its_head_is_not() -> None:
+    tier = disk()
+    with cache_of(tier) as cache:
+        save(cache, prompt(4 * 64))
+        save(cache, prompt(9 * 64))
+        tail = int(tier.locate(TINY.digest, prompt(9 * 64).keys).extents[-1])
+        tier.delete([tail], reason="user")
+        assert hit_tokens(cache, prompt(9 * 64 + 1)) == 4 * 64
+        assert save(cache, prompt(9 * 64)).written_bytes == prompt(9 * 64).image(4, 5).nbytes
+
+
+def test_a_prompt_without_a_full_piece_has_nothing_to_save() -> None:
+    with cache_of(disk()) as cache:
+        assert cache.save([1] * 63, WatchedKV(prompt(64), fail_at=1)).wait() == SaveResult(0, 0, None)
+
+
+def test_without_a_tier_a_save_says_why_nothing_is_kept() -> None:
+    with cache_of() as cache:
+        assert save(cache, prompt(640)).reason == "no-tier"
+        assert hit_tokens(cache, prompt(640)) == 0
+        assert "no prefix cache" in cache.describe()
+
+
+def test_retention_and_salt_travel_with_the_extent() -> None:
+    tier = disk()
+    kv = prompt(640, salt="tenant")
+    with cache_of(tier) as cache:
+        save(cache, kv, retention="agent")
+        assert [info.retention for info in tier.scan()] == ["agent"]
+        assert load(cache, prompt(641, salt="tenant")).usable_tokens == 640
+
+
+def test_a_ticket_reads_well_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    with cache_of(disk()) as cache, caplog.at_level(logging.CRITICAL):
+        ticket = cache.save(prompt(64).tokens, prompt(64))
+
+        def fail(_: object) -> None:
+            raise RuntimeError("planted")
+
+        ticket.add_done_callback(fail)
+        ticket.wait(TIMEOUT_S)
+        assert repr(ticket) == "<Ticket SaveResult(stored_tokens=64, written_bytes=16384, reason=None)>"
+
+
+def test_padding_of_a_reused_staging_buffer_holds_nothing_of_an_earlier_prompt() -> None:
+    uneven = Representation(kind="gqa", layout="fake/1", dtype="float16", layer_bytes=(1536, 520))
+    tier = MemoryTier(4 << 20)
+    with PrefixCache([tier], identity=prompt(64).identity, representation=uneven) as cache:
+        save(cache, prompt(30 * 64, representation=uneven))
+        save(cache, prompt(64, seed=1, representation=uneven))
+        newest = list(tier._extents.values())[-1]
+        image = np.frombuffer(newest.region.view, np.uint8)
+        assert not image[newest.header_bytes + 1536 : newest.header_bytes + 4096].any()
+        assert not image[newest.header_bytes + 4096 + 520 :].any()
