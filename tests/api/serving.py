@@ -41,13 +41,35 @@ def served(engine: FakeEngine) -> Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class Listening:
     url: str
     service: Service
-    engine: FakeEngine
 
     def client(self, *, retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=retries, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=retries, timeout=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Running(Listening):
+    engine: FakeEngine
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[str]:
+    """Serve `service` and give the address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(build_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        service.close()
+        listener.close()
+    assert not thread.is_alive()
 
 
 @contextmanager
@@ -55,18 +77,21 @@ def running(engine: FakeEngine, *, ready: bool = True, max_waiting: int = 256, k
     service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s)
     if ready:
         service.ready(served(engine))
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(build_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")
-    thread.start()
+    with listening(service) as url:
+        try:
+            yield Running(url, service, engine)
+        finally:
+            engine.gate.set()
+            engine.close()
+
+
+@contextmanager
+def running_model(model: Served) -> Iterator[Listening]:
+    """Serve a real model and close its engine afterwards."""
+    service = Service()
+    service.ready(model)
     try:
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, engine)
+        with listening(service) as url:
+            yield Listening(url, service)
     finally:
-        engine.gate.set()
-        server.should_exit = True
-        thread.join(20)
-        service.close()
-        engine.close()
-        listener.close()
-    assert not thread.is_alive()
+        model.engine.close()
