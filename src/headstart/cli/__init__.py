@@ -6,6 +6,7 @@ An error that headstart raises on purpose ends a command with its one sentence o
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -67,5 +68,5 @@ def run_cli(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone (`headstart run … | head`)
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
         return 0

@@ -33,7 +33,7 @@ from headstart.errors import AddressInUse, ConfigError, HeadstartError
 log = logging.getLogger("headstart")
 
 DRAIN_S = 10.0  # running requests may end in this time after SIGTERM; then they are aborted
-LOADER_WAIT_S = 30.0  # a loading thread that was told to stop is waited for this long
+LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in the middle of a download is left behind
 
 
 @click.command()
@@ -87,6 +87,7 @@ class _Server(uvicorn.Server):
         try:
             asyncio.run(self.serve(sockets=[self._listener]))
         finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # one more Ctrl-C gives up on saving
             self.should_exit = True
             self._loader.join(LOADER_WAIT_S)
             if (served := self._service.served) is not None:

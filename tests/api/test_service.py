@@ -1,0 +1,73 @@
+"""What happens to requests in flight when the server goes down, seen from inside."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from api.serving import served
+from headstart.api.errors import NotReady
+from headstart.api.openai import parse_completion, usage_of
+from headstart.api.service import Service
+from headstart.engine.base import Receipt
+from headstart.testing.fake_engine import FakeEngine
+
+
+def test_draining_lets_requests_end_and_takes_no_more() -> None:
+    engine = FakeEngine(answer=b"a whole answer")
+
+    async def scenario() -> str:
+        service = Service()
+        service.ready(served(engine))
+        generation = await service.start(parse_completion(b'{"prompt": "x", "max_tokens": 50}'))
+        with generation:
+            draining = asyncio.ensure_future(service.drain(timeout_s=10))
+            text = "".join([piece async for piece in generation.pieces() if piece])
+            await draining
+        assert generation.finish == "stop"
+        with pytest.raises(NotReady, match="shutting down"):
+            await service.start(parse_completion(b'{"prompt": "x"}'))
+        service.close()
+        return text
+
+    assert asyncio.run(scenario()) == "a whole answer"
+    assert engine.aborted == []
+    engine.close()
+
+
+def test_draining_aborts_what_does_not_end_in_time() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+
+    async def scenario() -> None:
+        service = Service()
+        service.ready(served(engine))
+        generation = await service.start(parse_completion(b'{"prompt": "x"}'))
+        with generation:
+            await service.drain(timeout_s=0)
+            with pytest.raises(NotReady, match="aborted because the server is shutting down"):
+                _ = [piece async for piece in generation.pieces()]
+        assert generation.finish == "abort"
+        service.close()
+
+    asyncio.run(scenario())
+    engine.close()
+
+
+def test_hit_and_miss_always_add_up_to_the_prompt() -> None:
+    receipt = Receipt(
+        prompt_tokens=100,
+        completion_tokens=7,
+        cached_memory_tokens=10,
+        cached_disk_tokens=54,
+        bytes_read=1,
+        queue_s=0,
+        match_s=0,
+        load_s=0,
+        first_token_s=None,
+        total_s=0,
+    )
+    usage = usage_of(receipt, completion_tokens=7)
+    assert (usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"], usage["total_tokens"]) == (64, 36, 107)
+    assert all(isinstance(value, int) for value in usage["prompt_tokens_details"].values())
