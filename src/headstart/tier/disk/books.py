@@ -28,10 +28,12 @@ from headstart.tier.disk.records import (
     SegmentSealed,
     Snapshot,
     Touched,
+    removed_records,
 )
 from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
+CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
 
 
@@ -55,6 +57,11 @@ class Segment:
     live_bytes: int = 0
     rows: dict[int, int] = field(default_factory=dict)  # offset → row
     dead: set[int] = field(default_factory=set)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody will add to it without this process knowing, so that its file may go."""
+        return self.recorded or self.sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +105,12 @@ class Books:
         self._leases = np.zeros(64, np.int32)
         self._generation = np.zeros(64, np.int64)
         self._alive = np.zeros(64, np.bool_)
+        self._loading = True
 
     # What journals say.
 
-    def apply(self, records: Iterable[Record], *, own: bool) -> list[Segment]:
-        """Take over records of one journal, in its order; returns the segments that were opened. `own`: it is this
-        process's journal."""
-        opened = []
+    def apply(self, records: Iterable[Record], *, own: bool) -> None:
+        """Take over records of one journal, in its order. `own`: it is this process's journal."""
         for record in records:
             match record:
                 case ExtentAdded():
@@ -116,7 +122,7 @@ class Books:
                     for name, prefixes in extents:
                         self._remove(Removal(time_ms, reason, name, prefixes, quarantined, own))
                 case SegmentOpened():
-                    opened.append(self._open(record, own=own))
+                    self._open(record, own=own)
                 case SegmentSealed():
                     segment = self.segment(record.segment)
                     segment.sealed = True
@@ -127,7 +133,20 @@ class Books:
                     self.counter = max(self.counter, counter)
                     if own:
                         self.next_sequence = max(self.next_sequence, next_sequence)
-        return opened
+
+    def finish_loading(self) -> None:
+        """Index what was applied so far, all at once; until then nothing is found by its keys."""
+        self._loading = False
+        rows_by_representation: dict[bytes, list[int]] = {}
+        for row in self.living().tolist():
+            rows_by_representation.setdefault(self.place(row)[0].representation, []).append(row)
+        for representation, rows in rows_by_representation.items():
+            blocks = np.array([len(self._prefixes[row]) // PREFIX_BYTES for row in rows], np.int64)
+            index = self._index[representation] = BlockIndex()
+            keys = _keys(b"".join(self._prefixes[row] for row in rows))
+            new = index.insert_extents(keys, np.array(rows, np.int64), blocks)
+            owners = np.repeat(np.array(rows, np.int64), blocks)
+            self._hidden[representation] = set(owners[~new].tolist())
 
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
@@ -150,7 +169,7 @@ class Books:
         self.allocated_bytes += allocated_bytes - segment.allocated_bytes
         segment.allocated_bytes = allocated_bytes
 
-    def _open(self, record: SegmentOpened, *, own: bool) -> Segment:
+    def _open(self, record: SegmentOpened, *, own: bool) -> None:
         segment = self.segment(record.segment)
         segment.representation = record.representation
         segment.header_bytes = record.header_bytes
@@ -161,7 +180,6 @@ class Books:
         segment.recorded |= own
         if own:
             self.next_sequence = max(self.next_sequence, record.segment.sequence + 1)
-        return segment
 
     def _add(self, record: ExtentAdded) -> None:
         segment = self.segments.get(record.extent.segment)
@@ -191,6 +209,8 @@ class Books:
         self.live_bytes += record.extent_bytes
         self.extents += 1
         self.blocks += len(record.prefixes) // PREFIX_BYTES
+        if self._loading:
+            return
         index = self._index.setdefault(segment.representation, BlockIndex())
         if not index.insert(_keys(record.prefixes), row).all():
             self._hidden.setdefault(segment.representation, set()).add(row)
@@ -220,23 +240,25 @@ class Books:
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
-        prefixes = self._prefixes[row]
-        self.blocks -= len(prefixes) // PREFIX_BYTES
-        index = self._index[segment.representation]
-        hidden = self._hidden.get(segment.representation, set())
-        hidden.discard(row)
-        if index.remove(_keys(prefixes), row).any():
-            for other in list(hidden):  # a block that lies elsewhere as well is found there from now on
-                if index.insert(_keys(self._prefixes[other]), other).any() and self._found_everywhere(index, other):
-                    hidden.discard(other)
+        self.blocks -= len(self._prefixes[row]) // PREFIX_BYTES
+        if not self._loading:
+            self._unindex(segment.representation, row)
         self._alive[row] = False
         self._leases[row] = 0
         self._prefixes[row] = b""
         self._generation[row] += 1
         self._free.append(row)
 
-    def _found_everywhere(self, index: BlockIndex, row: int) -> bool:
-        return bool((index.lookup(_keys(self._prefixes[row]))[0] == row).all())
+    def _unindex(self, representation: bytes, row: int) -> None:
+        index = self._index[representation]
+        hidden = self._hidden.get(representation, set())
+        hidden.discard(row)
+        if not index.remove(_keys(self._prefixes[row]), row).any():
+            return
+        for other in list(hidden):  # a block that lies elsewhere as well is found there from now on
+            keys = _keys(self._prefixes[other])
+            if index.insert(keys, other).any() and (index.lookup(keys)[0] == other).all():
+                hidden.discard(other)
 
     # What callers ask.
 
@@ -298,7 +320,7 @@ class Books:
         return self._segment[rows], self._last_used[rows], self._extent_bytes[rows], self._leases[rows] != 0
 
     def leases(self, row: int) -> int:
-        """Return an extent's count of leases; -1 for one that is condemned: it is being removed and takes no lease."""
+        """Return an extent's count of leases, or CONDEMNED."""
         return int(self._leases[row])
 
     def set_leases(self, row: int, count: int) -> None:
@@ -326,9 +348,8 @@ class Books:
                 continue
             if segment.recorded:
                 yield from self._segment_records(segment)
-            elif segment.dead:
-                # Another journal may still say that these were added.
-                yield Removed(0, "", tuple((ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)))
+            else:
+                yield from self._dead_records(segment)
         for r in self.removals:
             if r.recorded:
                 yield Removed(r.time_ms, r.reason, ((r.extent, r.prefixes),), r.quarantined)
@@ -353,10 +374,13 @@ class Books:
         yield self.opened_record(segment)
         for offset in sorted(segment.rows):
             yield self.added_record(segment.rows[offset])
-        if segment.dead:
-            yield Removed(0, "", tuple((ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)))
+        yield from self._dead_records(segment)
         if segment.sealed:
             yield SegmentSealed(segment.name, segment.end)
+
+    def _dead_records(self, segment: Segment) -> Iterator[Record]:
+        # Other journals may still say that these were added, as the segment's headers do if this journal is ever lost.
+        yield from removed_records(0, "", [(ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)])
 
     # Rows.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.records import PREFIX_BYTES
@@ -15,12 +17,14 @@ def check_store(store: Store) -> list[Problem]:
     segments of other living writers may grow meanwhile and are not measured."""
     listing = store.directory.list()
     problems = [Problem(str(path), "not a file of this cache") for path in listing.unknown]
-    problems += [Problem(str(path), "left behind by a writer that died") for path in listing.temporary]
+    problems += [
+        Problem(str(path), "left behind by a writer that died") for path in listing.temporary if _abandoned(store, path)
+    ]
     with store.lock:
         segments = [s for s in store.books.segments.values() if s.opened and not s.gone]
         known = {s.name for s in segments}
     for name in sorted(listing.segments - known):
-        if name.writer == store.writer or name.writer in store.dead_writers or name.writer not in listing.journals:
+        if name.writer == store.writer or name.writer not in listing.journals:
             problems.append(Problem(str(store.directory.segment_path(name)), "a segment that no journal speaks of"))
     for segment in segments:
         problems += _check_segment(store, segment)
@@ -42,6 +46,11 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
     except FileNotFoundError:
         yield Problem(str(path), "the segment's file is gone")
         return
+    try:
+        with store.files.held(segment):
+            pass  # opening it checks its header
+    except ExtentCorrupt as error:
+        yield Problem(str(path), str(error))
     with store.lock:
         extents = sorted(store.books.place(row)[1:] for row in segment.rows.values())
         charged, end, own = segment.allocated_bytes, segment.end, segment.name.writer == store.writer
@@ -56,6 +65,18 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
         last = offset + nbytes
     if last > facts.size and extents:
         yield Problem(str(path), f"an extent ends at byte {last}, the file at {facts.size}")
+
+
+def _abandoned(store: Store, path: Path) -> bool:
+    """Whether nobody is writing that file now."""
+    try:
+        handle = store.disk.open(path, "write")
+    except FileNotFoundError:
+        return False
+    try:
+        return store.disk.lock_file(handle)
+    finally:
+        store.disk.close(handle)
 
 
 def _check_index(store: Store) -> Iterator[Problem]:

@@ -27,16 +27,16 @@ class Others:
         return len(self._tails)
 
     def poll(self) -> list[Record]:
-        """Return what the journals that are followed say since the last time. Raises OSError, StoreError."""
+        """Return what the journals that are followed say since the last time."""
         records: list[Record] = []
         for tail in self._tails.values():
-            records += tail.poll()
+            records += _poll(tail)
         if records:
             self._measure()
         return records
 
     def look_for_new(self) -> list[Record]:
-        """Return what new journals and new generations say. Raises OSError, StoreError."""
+        """Return what new journals and new generations say. Raises OSError where they cannot be listed."""
         newest = self._directory.list_journals()
         newest.pop(self._own_writer, None)
         records: list[Record] = []
@@ -46,12 +46,12 @@ class Others:
                 continue
             try:
                 new = JournalTail(self._disk, self._directory, writer=writer, generation=generation)
-            except FileNotFoundError:
-                continue  # renewed or removed since it was listed: the next look finds what became of it
+            except (OSError, StoreError):
+                continue  # renewed or removed since it was listed, or damaged: the next look finds what became of it
             if tail is not None:
                 records += self._finish(tail)
             self._tails[writer] = new
-            records += new.poll()
+            records += _poll(new)
         for writer in self._tails.keys() - newest.keys():
             records += self._finish(self._tails.pop(writer))
         self._measure()
@@ -63,11 +63,18 @@ class Others:
 
     def _finish(self, tail: JournalTail) -> list[Record]:
         """Read a journal that has been replaced or removed to its end; it says nothing more."""
-        try:
-            return tail.poll()
-        finally:
-            tail.close()
+        records = _poll(tail)
+        tail.close()
+        return records
 
     def _measure(self) -> None:
-        with contextlib.suppress(OSError, StoreError):
+        with contextlib.suppress(OSError):
             self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values())
+
+
+def _poll(tail: JournalTail) -> list[Record]:
+    """Read on. What cannot be read now (EIO; a torn end that is being cut) is tried again next time: the position stays."""
+    try:
+        return tail.poll()
+    except (OSError, StoreError):
+        return []

@@ -35,7 +35,6 @@ class Journal:
         self.writer = writer
         self.generation = generation
         self.size = size
-        self.snapshot_size = size
         self._disk = disk
         self._directory = directory
         self._handle = handle

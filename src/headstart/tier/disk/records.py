@@ -9,7 +9,7 @@ record that lies elsewhere than where it was written never passes. `docs/format.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -108,6 +108,24 @@ class Removed:
     quarantined: bool = False
 
 
+def removed_records(
+    time_ms: int, reason: str, extents: Sequence[tuple[ExtentName, bytes]], *, quarantined: bool = False
+) -> list[Removed]:
+    """Return the removal of any number of extents as records that are not too large."""
+    records: list[Removed] = []
+    batch: list[tuple[ExtentName, bytes]] = []
+    nbytes = 0
+    for extent in extents:
+        batch.append(extent)
+        nbytes += _GONE.size + len(extent[1])
+        if nbytes > MAX_PAYLOAD_BYTES // 4:
+            records.append(Removed(time_ms, reason, tuple(batch), quarantined))
+            batch, nbytes = [], 0
+    if batch:
+        records.append(Removed(time_ms, reason, tuple(batch), quarantined))
+    return records
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """First record of a generation: what follows up to now stands for all earlier generations of this writer."""
@@ -138,6 +156,7 @@ def decode_journal_header(data: bytes | memoryview) -> tuple[bytes, int, int]:
 def encode_record(record: Record, *, writer: bytes, generation: int, offset: int) -> bytes:
     """Return the record as it stands at byte `offset` of the writer's journal."""
     kind, payload = _encode(record)
+    assert len(payload) <= MAX_PAYLOAD_BYTES, "a reader takes such a record for damage"
     body = _PREFIX.pack(len(payload), kind) + payload
     return body + _check(body, writer, generation, offset)
 

@@ -7,9 +7,11 @@ speaks of are read by their extents' headers; what nobody can use is removed, so
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
@@ -41,20 +43,17 @@ def recover(
 ) -> tuple[Store, Others]:
     """Return the store of a prepared directory and the other writers on it. Raises OSError."""
     listing = directory.list()
-    _remove_temporary(disk, listing)
+    for path in listing.temporary:
+        _remove_if_abandoned(disk, path)
     tails = _open_tails(disk, directory, listing, counters)
-    own: JournalTail | None = None
-    dead: set[bytes] = set()
-    for tail in tails:
-        if own is None and tail.take():
-            own = tail
-        elif _is_dead(disk, directory, tail):
-            dead.add(tail.writer)
+    own = next((tail for tail in tails if tail.take()), None)
     books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
     for tail in tails:
         books.apply(tail.poll(), own=tail is own)
-        if tail.stopped and (tail is own or tail.writer in dead):
-            counters.add("journals_torn")
+    # After reading, so that a writer who is taken over by somebody else just now does not count as dead.
+    dead = {tail.writer for tail in tails if tail is not own and _is_dead(disk, directory, tail)}
+    counters.add("journals_torn", sum(bool(tail.stopped) for tail in tails if tail is own or tail.writer in dead))
+    books.finish_loading()
     reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
     journal = _own_journal(disk, directory, own, listing, books, reserve_bytes=reserve_bytes, now_ms=int(wall_clock() * 1000))
     store = Store(
@@ -71,9 +70,8 @@ def recover(
     )
     others = Others(disk, directory, [tail for tail in tails if tail is not own], own_writer=journal.writer)
     store.other_journals_bytes = others.allocated_bytes
-    store.dead_writers = dead
-    _measure_segments(store)
-    _adopt_unknown(store, listing)
+    _measure_segments(store, dead)
+    _adopt_unknown(store, listing, dead)
     store.make_room()
     return store, others
 
@@ -91,38 +89,17 @@ def _open_tails(disk: Disk, directory: Directory, listing: Listing, counters: Co
                 counters.add("journals_unreadable")
                 log.warning("disk tier %s: %s; what it says is lost", directory.root, error)
                 if error.reason != "journal-version":
-                    _remove_if_unlocked(disk, directory, writer, generation)
+                    _remove_if_abandoned(disk, directory.journal_path(writer, generation))
     return tails
 
 
-def _remove_if_unlocked(disk: Disk, directory: Directory, writer: bytes, generation: int) -> None:
-    """Remove a journal that is damaged from its first byte: nobody can go on with it."""
-    path = directory.journal_path(writer, generation)
-    try:
+def _remove_if_abandoned(disk: Disk, path: Path) -> None:
+    """Remove a file whose lock can be taken: who wrote it, or would go on with it, is dead."""
+    with contextlib.suppress(FileNotFoundError):
         handle = disk.open(path, "write")
-    except FileNotFoundError:
-        return
-    try:
-        if disk.lock_file(handle):
-            disk.unlink(path)
-    except FileNotFoundError:
-        pass
-    finally:
-        disk.close(handle)
-
-
-def _remove_temporary(disk: Disk, listing: Listing) -> None:
-    """Remove files that were being written when their writer died; a living one holds the lock."""
-    for path in listing.temporary:
-        try:
-            handle = disk.open(path, "write")
-        except FileNotFoundError:
-            continue
         try:
             if disk.lock_file(handle):
                 disk.unlink(path)
-        except FileNotFoundError:
-            pass
         finally:
             disk.close(handle)
 
@@ -160,7 +137,7 @@ def _own_journal(
         )
     for generation in listing.journals[own.writer]:
         if generation != own.generation:  # its writer died between the new and the old
-            _remove_if_unlocked(disk, directory, own.writer, generation)
+            _remove_if_abandoned(disk, directory.journal_path(own.writer, generation))
     if own.stopped:
         books.next_sequence += _SEQUENCES_SKIPPED
     on_disk = [name.sequence + 1 for name in listing.segments if name.writer == own.writer]
@@ -168,7 +145,7 @@ def _own_journal(
     return Journal.take_over(disk, directory, own, reserve_bytes=reserve_bytes)
 
 
-def _measure_segments(store: Store) -> None:
+def _measure_segments(store: Store, dead: set[bytes]) -> None:
     """Compare what journals say with the files: forget what is gone, cut what is torn, count what is charged."""
     books, short, unsealed = store.books, list[ExtentId](), list[Segment]()
     for segment in list(books.segments.values()):
@@ -181,6 +158,7 @@ def _measure_segments(store: Store) -> None:
             books.forget_segment(segment)
             continue
         books.charge(segment, facts.allocated_bytes)
+        segment.sealed |= segment.name.writer in dead  # whoever takes that writer over begins new ones
         if segment.name.writer == store.writer and not segment.sealed:
             unsealed.append(segment)
             if facts.size > segment.end:
@@ -203,7 +181,7 @@ def _cut(store: Store, segment: Segment) -> None:
     store.counters.add("segments_cut")
 
 
-def _adopt_unknown(store: Store, listing: Listing) -> None:
+def _adopt_unknown(store: Store, listing: Listing, dead: set[bytes]) -> None:
     """Take segments into the own journal whose writer is dead and whose journal is lost or damaged."""
     known = {name for name, segment in store.books.segments.items() if segment.opened}
     unknown = sorted(listing.segments - known)
@@ -211,7 +189,7 @@ def _adopt_unknown(store: Store, listing: Listing) -> None:
         return
     writers = store.directory.list_journals()  # again: one that was renewed during the first listing may have been missed
     for name in unknown:
-        if name.writer == store.writer or name.writer in store.dead_writers or name.writer not in writers:
+        if name.writer == store.writer or name.writer in dead or name.writer not in writers:
             _adopt(store, name)
 
 

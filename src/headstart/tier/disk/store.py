@@ -1,7 +1,6 @@
 """The writing side of a disk tier: one change at a time, each in the order that survives a crash.
 
-    add      extent's bytes → (sync) → journal → (sync) → found under its keys
-    remove   lock its bytes against readers elsewhere → journal → no longer found → space given back
+    extent's bytes → (sync) → journal → (sync) → found under its keys        (taking away: `removal`)
 
 A change takes its turn: only changes wait for each other, and no longer than `TURN_S`. The books have a lock of their own,
 which is never held across I/O, so looking up and reading never wait for a disk that writes.
@@ -13,46 +12,40 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-
 from headstart.block.representation import Representation
-from headstart.errors import ExtentCorrupt, StoreError
+from headstart.errors import StoreError
 from headstart.metrics import Counters
-from headstart.policy.eviction import choose_victims
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.books import Books, Segment
 from headstart.tier.disk.directory import Directory
-from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.records import (
     ExtentAdded,
     ExtentName,
     Record,
-    Removed,
     RepresentationDeclared,
     SegmentName,
+    SegmentOpened,
     SegmentSealed,
     Touched,
     encode_record,
 )
+from headstart.tier.disk.removal import QUARANTINE, evict, measure, remove, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 TURN_S = 30.0
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 TOUCH_INTERVAL_S = 5.0
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
-QUARANTINE = "corrupt"
 FULL = {errno.ENOSPC, errno.EDQUOT}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
-_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _USES_A_RECORD = 4096
-_NO_FILE = Handle(-1)
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +75,6 @@ class Store:
         self.counters = counters
         self.capacity_bytes = capacity_bytes
         self.other_journals_bytes = 0
-        self.dead_writers: set[bytes] = set()
         self._journal = journal
         self._journal_bytes = journal.allocated_bytes
         self._slack_bytes = 2 * reserve_bytes + 8192  # what journal and file system may take beside an extent
@@ -93,7 +85,7 @@ class Store:
         self._turn = Lock()
         self._process = os.getpid()
         self._appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
-        self._holes = True
+        self.holes = True  # whether the file system can give back a part of a file
         self._touched: dict[ExtentName, int] = {}
         self._touch_due = clock() + TOUCH_INTERVAL_S
         self._renew_bytes = min(RENEW_BYTES, capacity_bytes // 32)
@@ -107,14 +99,15 @@ class Store:
         self, image: memoryview, representation: Representation, added: ExtentAdded, *, keys: Sequence[bytes]
     ) -> WriteOutcome:
         """Store an extent whose place is not decided yet (`added.extent` is ignored)."""
-        if self._stopped_until is not None and self._clock() < self._stopped_until:
+        if self._present(representation, keys):
+            return WriteOutcome(stored=True, reason="present")
+        if self.stopped:
             return self._refused("stopped")
         with self.turn() as mine:
             if not mine:
                 return self._refused("stopped")
-            with self.lock:
-                if self.books.present(representation.digest, keys):
-                    return WriteOutcome(stored=True, reason="present")
+            if self._present(representation, keys):  # written while this one waited
+                return WriteOutcome(stored=True, reason="present")
             try:
                 return self._add(image, representation, added)
             except OSError as error:
@@ -125,11 +118,15 @@ class Store:
             except OSError as error:
                 return self._stop(error)
 
+    def _present(self, representation: Representation, keys: Sequence[bytes]) -> bool:
+        with self.lock:
+            return self.books.present(representation.digest, keys)
+
     def _mended(self, error: OSError, nbytes: int) -> bool:
         """Do what may help against an error: room where the disk is full, a directory where it was removed."""
         try:
             if error.errno in FULL:
-                return self._evict(nbytes + self._slack_bytes, "full")
+                return evict(self, nbytes + self._slack_bytes, "full")
             if error.errno in LOST:
                 self._recreate()
                 return True
@@ -142,10 +139,8 @@ class Store:
         with self.turn() as mine:
             if not mine:
                 return 0
-            with self.lock:
-                rows = [row for extent in extents if (row := self.books.row(extent)) is not None]
             try:
-                removed = self._remove(rows, reason=reason)
+                removed = remove(self, extents, reason=reason)
             except OSError:
                 self.counters.add("remove_failed")
                 return 0
@@ -165,8 +160,15 @@ class Store:
                 if mine:
                     self._flush_touches()
 
+    def drop_segment(self, segment: Segment) -> None:
+        """The file of a segment is not what it was: nothing in it is found any more, and the file goes too."""
+        self.lost_segment(segment)
+        with self.turn(wait_s=0) as mine:
+            if mine and segment.settled:
+                unlink(self, segment)
+
     def lost_segment(self, segment: Segment) -> None:
-        """The file of a segment is gone or is not what it was: nothing in it is found any more."""
+        """The file of a segment is gone: nothing in it is found any more."""
         with self.lock:
             if segment.gone:
                 return
@@ -178,7 +180,7 @@ class Store:
         """Evict what lies above the capacity (which may have been lowered since)."""
         with self.turn() as mine:
             if mine and self.allocated_bytes > self.capacity_bytes:
-                self._evict(self.allocated_bytes - self.capacity_bytes, "capacity")
+                evict(self, self.allocated_bytes - self.capacity_bytes, "capacity")
 
     def seal(self, segments: Sequence[Segment]) -> None:
         """Say that nothing will be added to segments; a segment without a living extent is removed."""
@@ -190,17 +192,18 @@ class Store:
         """Journal what was found out about segments that no journal speaks of."""
         with self.turn() as mine:
             if mine:
-                self._append(records)
+                self.append(records)
                 with self.lock:
-                    opened = self.books.apply(records, own=True)
-                for segment in opened:
-                    self.measure(segment)
+                    self.books.apply(records, own=True)
+                    segments = [self.books.segment(r.segment) for r in records if isinstance(r, SegmentOpened)]
+                for segment in segments:
+                    measure(self, segment)
 
     def unlink(self, segment: Segment) -> None:
         """Remove a segment file in which nothing is alive."""
         with self.turn() as mine:
             if mine:
-                self._unlink(segment)
+                unlink(self, segment)
 
     def close(self) -> None:
         """Say what is still to say and let go of the journal."""
@@ -261,7 +264,7 @@ class Store:
         header = self._new_header(representation) if segment is None else None
         needed = nbytes + self._slack_bytes + (header.header_bytes if header else 0)
         missing = self.allocated_bytes + needed - self.capacity_bytes
-        if missing > 0 and not self._evict(missing, "capacity"):
+        if missing > 0 and not evict(self, missing, "capacity"):
             return self._refused("full")
         if segment is not None and segment.gone:  # evicted whole
             segment, header = None, self._new_header(representation)
@@ -283,15 +286,17 @@ class Store:
                     added.retention,
                     added.prefixes,
                 )
-                self._append([placed])
+                self.append([placed])
             except OSError:
                 with contextlib.suppress(OSError):
                     self.disk.truncate(handle, offset)
-                    self.measure(segment)
+                    measure(self, segment)
                 raise
+            with self.lock:
+                self.books.apply([placed], own=True)
+                self.books.charge(segment, segment.allocated_bytes + nbytes)
             facts = self.disk.facts(handle)
         with self.lock:
-            self.books.apply([placed], own=True)
             self.books.charge(segment, facts.allocated_bytes)
         if facts.links == 0:
             self.lost_segment(segment)
@@ -305,7 +310,7 @@ class Store:
         return SegmentHeader(
             SegmentName(self._journal.writer, self.books.next_sequence),
             segment_capacity(representation, capacity_bytes=self.capacity_bytes),
-            self._now_ms(),
+            self.now_ms(),
             representation.encode(),
             representation.digest,
         )
@@ -323,7 +328,7 @@ class Store:
         try:
             records: list[Record] = [] if declared else [RepresentationDeclared(header.representation)]
             records.append(self.books.opened_record(segment))
-            self._append(records)
+            self.append(records)
         except OSError:
             with contextlib.suppress(OSError):
                 self.disk.unlink(self.directory.segment_path(segment.name))
@@ -335,7 +340,7 @@ class Store:
             self.files.let_go(segment)
         with self.lock:
             self.books.apply(records, own=True)
-        self.measure(segment)
+        measure(self, segment)
         self._appending[header.digest] = segment
         return segment
 
@@ -343,132 +348,25 @@ class Store:
         for segment in segments:
             self._appending.pop(segment.representation, None)
         sealed = [SegmentSealed(s.name, s.end) for s in segments if not s.gone and not s.sealed]
-        if sealed:
-            self._append(sealed)
-            with self.lock:
-                self.books.apply(sealed, own=True)
+        try:
+            self.append(sealed)
+        except OSError:
+            self.counters.add("seal_failed")  # it is said at the next open then
+        with self.lock:
+            self.books.apply(sealed, own=True)
         for segment in segments:
             if not segment.gone and not segment.rows:
-                self._unlink(segment)
-
-    # Removing; in turn.
-
-    def _evict(self, needed_bytes: int, reason: str) -> bool:
-        """Free at least so many bytes, least recently used first. False where leases leave too little."""
-        freed, refused = 0, np.empty(0, np.int64)
-        while freed < needed_bytes:
-            with self.lock:
-                rows = self._victims(needed_bytes - freed, refused)
-            if rows is None:
-                return False
-            before = self.allocated_bytes
-            removed = self._remove(rows.tolist(), reason=reason)
-            self.counters.add(f"evicted_{reason}", len(removed))
-            freed += before - self.allocated_bytes
-            refused = np.union1d(refused, np.setdiff1d(rows, np.array(removed, np.int64)))
-        return True
-
-    def _victims(self, needed_bytes: int, refused: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        rows = self.books.living()
-        segments, last_used, nbytes, leased = self.books.columns(rows)
-        leased = leased | np.isin(rows, refused)
-        if self._holes:
-            chosen = choose_victims(last_used=last_used, nbytes=nbytes, leased=leased, needed_bytes=needed_bytes)
-            return rows[chosen] if nbytes[chosen].sum() >= needed_bytes else None
-        # No holes here: space comes back segment by segment, the one first whose latest use is longest ago.
-        numbers, member = np.unique(segments, return_inverse=True)
-        used = np.zeros(len(numbers), np.int64)
-        np.maximum.at(used, member, last_used)
-        taken = np.zeros(len(numbers), np.bool_)
-        np.logical_or.at(taken, member, leased)
-        files = [self.books.numbered(int(number)) for number in numbers]
-        taken |= np.array([not self._settled(segment) for segment in files], np.bool_)
-        charged = np.array([segment.allocated_bytes for segment in files], np.int64)
-        chosen = choose_victims(last_used=used, nbytes=charged, leased=taken, needed_bytes=needed_bytes)
-        return rows[np.isin(member, chosen)] if charged[chosen].sum() >= needed_bytes else None
-
-    def _remove(self, rows: Iterable[int], *, reason: str) -> list[int]:
-        """Remove the extents of rows that are not leased here or elsewhere; returns the rows that were."""
-        with self.lock:
-            condemned = [row for row in dict.fromkeys(rows) if self.books.leases(row) == 0]
-            for row in condemned:
-                self.books.set_leases(row, -1)
-            places = {row: self.books.place(row) for row in condemned}
-        locks = {row: handle for row in condemned if (handle := self._lock_bytes(*places[row])) is not None}
-        removed: list[Record] = []
-        try:
-            if locks:
-                extents = tuple((self.books.name(row), self.books.prefixes(row)) for row in locks)
-                record = Removed(self._now_ms(), reason, extents, quarantined=reason == QUARANTINE)
-                self._append([record])
-                removed.append(record)
-        finally:
-            with self.lock:
-                for row in condemned:
-                    self.books.set_leases(row, 0)
-                self.books.apply(removed, own=True)
-            for row, handle in locks.items():
-                segment, offset, nbytes = places[row]
-                if handle != _NO_FILE:
-                    if removed and segment.rows:
-                        self._punch(handle, offset, nbytes)
-                    with contextlib.suppress(OSError):  # it ends with the handle at the latest
-                        self.disk.unlock_range(handle, offset, nbytes)
-                    self.files.let_go(segment)
-        for segment in {places[row][0].number: places[row][0] for row in locks}.values():
-            if not segment.rows and self._settled(segment):
-                self._unlink(segment)
-            else:
-                self.measure(segment)
-        return list(locks)
-
-    def _lock_bytes(self, segment: Segment, offset: int, nbytes: int) -> Handle | None:
-        """Keep readers of other processes away from an extent and hold its file. None: somebody reads there."""
-        try:
-            handle = self.files.hold(segment)
-        except ExtentCorrupt:
-            return _NO_FILE  # nothing can be read there, here or elsewhere
-        except OSError as error:
-            return None if error.errno in _SHORTAGE else _NO_FILE
-        try:
-            if self.disk.lock_range(handle, offset, nbytes, exclusive=True):
-                return handle
-        except OSError:
-            self.counters.add("lock_failed")
-        self.files.let_go(segment)
-        return None
-
-    def _punch(self, handle: Handle, offset: int, nbytes: int) -> None:
-        if not self._holes:
-            return
-        try:
-            self._holes = self.disk.punch(handle, offset, nbytes)
-        except OSError:
-            self.counters.add("punch_failed")
-
-    def _settled(self, segment: Segment) -> bool:
-        """Whether nobody will add to a segment without this process knowing, so that its file may go."""
-        return segment.recorded or segment.sealed or segment.name.writer in self.dead_writers
-
-    def _unlink(self, segment: Segment) -> None:
-        if self._appending.get(segment.representation) is segment:
-            del self._appending[segment.representation]
-        try:
-            self.disk.unlink(self.directory.segment_path(segment.name))
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self.counters.add("unlink_failed")
-            return
-        with self.lock:
-            self.books.forget_segment(segment)
-        self.files.discard(segment)
+                unlink(self, segment)
 
     # What goes with every change; in turn.
 
-    def _append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[Record]) -> None:
+        """Write records to the own journal, all or none. Raises OSError."""
+        if not records:
+            return
         self._journal.append(records, sync=self._sync)
-        self._journal_bytes = self._journal.allocated_bytes
+        with contextlib.suppress(OSError):  # what is written is written, whatever it is charged
+            self._journal_bytes = self._journal.allocated_bytes
 
     def _flush_touches(self) -> None:
         self._touch_due = self._clock() + TOUCH_INTERVAL_S
@@ -479,7 +377,7 @@ class Store:
             if self.allocated_bytes + self._slack_bytes > self.capacity_bytes:
                 break  # the order of use is kept in memory; it is not worth an extent
             try:
-                self._append([Touched(batch)])
+                self.append([Touched(batch)])
             except OSError:
                 self.counters.add("touch_failed")
                 return
@@ -492,7 +390,7 @@ class Store:
             return
         self._renew_at = self._journal.size + self._renew_bytes
         missing = self.allocated_bytes + self._journal.size // 2 + self._slack_bytes - self.capacity_bytes
-        if missing > 0 and not self._evict(missing, "capacity"):
+        if missing > 0 and not evict(self, missing, "capacity"):
             return
         with self.lock:
             records = list(self.books.snapshot())
@@ -500,7 +398,7 @@ class Store:
         if nbytes * 2 > self._journal.size:
             return
         try:
-            self._journal = self._journal.renew(records, now_ms=self._now_ms())
+            self._journal = self._journal.renew(records, now_ms=self.now_ms())
         except OSError:
             self.counters.add("journal_renew_failed")
             return
@@ -526,24 +424,13 @@ class Store:
                 records,
                 writer=old.writer,
                 generation=old.generation + 1,
-                now_ms=self._now_ms(),
+                now_ms=self.now_ms(),
                 reserve_bytes=self._reserve_bytes,
             )
             old.close()
             self._journal_bytes = self._journal.allocated_bytes
             log.warning("disk tier %s: the directory was removed; it was made anew", self.directory.root)
             self.counters.add("recreated")
-
-    def measure(self, segment: Segment) -> None:
-        try:
-            facts = self.disk.stat(self.directory.segment_path(segment.name))
-        except FileNotFoundError:
-            self.lost_segment(segment)
-        except OSError:
-            self.counters.add("stat_failed")  # the old figure stands: too high rather than too low
-        else:
-            with self.lock:
-                self.books.charge(segment, facts.allocated_bytes)
 
     def _refused(self, reason: str) -> WriteOutcome:
         self.counters.add(f"write_failed_{reason}")
@@ -568,5 +455,5 @@ class Store:
             self._stopped_until = None
             log.warning("disk tier %s: storing again", self.directory.root)
 
-    def _now_ms(self) -> int:
+    def now_ms(self) -> int:
         return int(self._wall_clock() * 1000)

@@ -25,8 +25,9 @@ from headstart.tier.disk.door import Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.records import PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName, SegmentOpened
 from headstart.tier.disk.recovery import recover
+from headstart.tier.disk.removal import QUARANTINE, measure
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
-from headstart.tier.disk.store import LOST, QUARANTINE, Store
+from headstart.tier.disk.store import FULL, LOST, Store
 
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05
@@ -69,7 +70,7 @@ class DiskTier:
         place = Directory(disk, directory)
         place.prepare()
         try:
-            direct = disk.probe(place.journals)
+            direct = _probe(disk, place)
             store, others = recover(
                 disk,
                 place,
@@ -138,6 +139,7 @@ class DiskTier:
 
     def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
         self._require_open()
+        _require_short(retention)
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
@@ -159,6 +161,7 @@ class DiskTier:
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
+        _require_short(reason)
         if reason == QUARANTINE:
             self.refresh()  # what another process removed meanwhile is gone, not corrupt
         return self._store.remove(extents, reason=reason)
@@ -178,7 +181,7 @@ class DiskTier:
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first: evicted is not the same as never written."""
         with self._store.lock:
-            return list(self._store.books.removals)
+            return sorted(self._store.books.removals, key=lambda removal: removal.time_ms)
 
     def statistics(self) -> TierStatistics:
         store = self._store
@@ -259,7 +262,7 @@ class DiskTier:
             return self._store.files.hold(segment)
         except ExtentCorrupt as error:
             self._counters.add(f"read_failed_{error.reason}")
-            self._store.lost_segment(segment)
+            self._store.drop_segment(segment)
         except OSError as error:
             self._failed(error, segment)
         return None
@@ -306,7 +309,7 @@ class DiskTier:
                 return store.disk.read(handle, read.buffers, offset + read.offset)
         except ExtentCorrupt as error:
             self._counters.add(f"read_failed_{error.reason}")
-            store.lost_segment(segment)
+            store.drop_segment(segment)
             raise
         except StoreError as error:
             if error.facts.get("reason") != "short-read":
@@ -330,11 +333,10 @@ class DiskTier:
         try:
             if self._closed:
                 return
-            records = self._others.poll()
+            self._take_over(self._others.poll())
             if look:
-                records += self._others.look_for_new()
-            self._take_over(records)
-        except (OSError, StoreError):
+                self._take_over(self._others.look_for_new())
+        except OSError:
             self._counters.add("refresh_failed")
         finally:
             self._refreshing.release()
@@ -351,4 +353,18 @@ class DiskTier:
             segments = [store.books.segments[name] for name in names if name in store.books.segments]
         for segment in segments:
             if not segment.gone:
-                store.measure(segment)
+                measure(store, segment)
+
+
+def _probe(disk: Disk, place: Directory) -> bool:
+    try:
+        return disk.probe(place.journals)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return False  # a full disk can still be read, if what is there can be taken over without a byte more
+
+
+def _require_short(word: str) -> None:
+    if len(word.encode()) > 255:
+        raise ValueError(f"a reason or retention class has at most 255 bytes, not {len(word.encode())}")
