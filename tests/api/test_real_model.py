@@ -25,6 +25,7 @@ def config(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> Config:
     return load_config(
         overrides={
             "model": str(tiny_model_folder("llama")),
+            "models_directory": tmp_path,
             "cache.directory": tmp_path / "kv",
             "cache.capacity": "64MiB",
             "cache.memory": "8MiB",

@@ -27,7 +27,7 @@ class Child:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADSTART_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0"],
+                [sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0", "--models-directory", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -142,7 +142,7 @@ def test_stopping_while_the_model_loads_exits_with_0(tiny: str, tmp_path: Path) 
 
 
 def test_an_unknown_model_ends_serve_with_a_sentence_and_its_code(tmp_path: Path) -> None:
-    with serving(tmp_path, "smollm", "--models-directory", str(tmp_path)) as server:
+    with serving(tmp_path, "smollm") as server:
         assert server.process.wait(60) == 3
         assert "headstart: unknown model 'smollm'" in server.text
         assert "Traceback" not in server.text

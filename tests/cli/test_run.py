@@ -16,7 +16,19 @@ PROMPT = "The same long question as before. " * 20
 @pytest.fixture
 def arguments(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> list[str]:
     cache = ["--cache-directory", str(tmp_path / "kv"), "--cache-capacity", "64MiB", "--cache-memory", "8MiB"]
-    return ["run", PROMPT, "--model", str(tiny_model_folder("llama")), "--kv-memory", "64MiB", "--max-tokens", "5", *cache]
+    return [
+        "run",
+        PROMPT,
+        "--model",
+        str(tiny_model_folder("llama")),
+        "--kv-memory",
+        "64MiB",
+        "--max-tokens",
+        "5",
+        *cache,
+        "--models-directory",
+        str(tmp_path),
+    ]
 
 
 def test_the_second_run_reads_its_prompt_from_disk(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
