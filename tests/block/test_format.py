@@ -69,7 +69,8 @@ def test_the_names_in_the_specification_are_golden():
 
 def header_fields(image: bytes) -> dict[str, bytes]:
     """Cut the fixed part of a header by the table in the specification."""
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([^|]+?) \| ", SPECIFICATION.split("### Header")[1], re.M)
+    (section,) = re.findall(r"^### Header\n(.*?)^#", SPECIFICATION, re.S | re.M)
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| ([^|]+?) \| ", section, re.M)
     fields, at = {}, 0
     for offset, nbytes, name in rows:
         assert int(offset) == at, f"the table has a gap before {name}"
