@@ -201,13 +201,20 @@ class RealDisk:
     def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:
         view = memoryview(data).cast("B")
         direct = self._direct.get(handle)
-        if direct is not None and offset % ALIGNMENT == 0 and _is_aligned(view):
-            try:
+        if direct is None or offset % ALIGNMENT or view.nbytes % ALIGNMENT:
+            return _write(handle, view, offset)
+        try:
+            if _is_aligned(view):
                 return _write(direct, view, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        _write(handle, view, offset)
+            if view.nbytes <= _BOUNCE_BYTES:
+                # Not through the page cache, which would allocate its blocks only some time later and charge them then.
+                with mmap.mmap(-1, view.nbytes) as memory, memoryview(memory) as copy:
+                    copy[:] = view
+                    return _write(direct, copy, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        return _write(handle, view, offset)
 
     def reserve(self, handle: Handle, offset: int, nbytes: int) -> bool:
         return _fallocate(handle, _KEEP_SIZE, offset, nbytes)
@@ -270,6 +277,7 @@ class RealDisk:
 
 
 _IOV_MAX = 1024
+_BOUNCE_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid

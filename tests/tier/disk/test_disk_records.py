@@ -1,0 +1,182 @@
+"""Journal records and segment headers: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import struct
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from headstart.errors import ExtentCorrupt
+from headstart.testing.fake_kv import OPAQUE, TINY
+from headstart.tier.disk.records import (
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Decoded,
+    ExtentAdded,
+    ExtentName,
+    Record,
+    Removed,
+    RepresentationDeclared,
+    SegmentName,
+    SegmentOpened,
+    SegmentSealed,
+    Snapshot,
+    Touched,
+    decode_journal_header,
+    decode_records,
+    encode_journal_header,
+    encode_record,
+    removed_records,
+)
+from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header, segment_capacity
+
+WRITER = bytes(range(16))
+GENERATION = 3
+
+u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)
+segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), u32)
+names = st.builds(ExtentName, segments, u64)
+prefixes = st.integers(0, 4).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n))
+words = st.text(max_size=20)
+records = st.one_of(
+    st.builds(RepresentationDeclared, st.binary(max_size=50)),
+    st.builds(SegmentOpened, segments, u32, u64, u64, st.binary(min_size=32, max_size=32)),
+    st.builds(SegmentSealed, segments, u64),
+    st.builds(ExtentAdded, names, u64, u32, u64, u64, words, prefixes),
+    st.builds(Touched, st.lists(st.tuples(names, u64), max_size=4).map(tuple)),
+    st.builds(Removed, u64, words, st.lists(st.tuples(names, prefixes), max_size=4).map(tuple), st.booleans()),
+    st.builds(Snapshot, u64, u32),
+)
+
+SAMPLE: list[Record] = [
+    Snapshot(7, 2),
+    RepresentationDeclared(TINY.encode()),
+    SegmentOpened(SegmentName(WRITER, 1), 4096, 1 << 20, 5, TINY.digest),
+    ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"p" * 32),
+    Touched(((ExtentName(SegmentName(WRITER, 1), 4096), 9),)),
+    Removed(10, "capacity", ((ExtentName(SegmentName(WRITER, 1), 4096), b"p" * 32),)),
+    SegmentSealed(SegmentName(WRITER, 1), 12288),
+]
+
+
+def journal(written: list[Record], *, offset: int = HEADER_BYTES) -> bytearray:
+    data = bytearray()
+    for record in written:
+        data += encode_record(record, writer=WRITER, generation=GENERATION, offset=offset + len(data))
+    return data
+
+
+def read(data: bytes | bytearray, *, offset: int = HEADER_BYTES, writer: bytes = WRITER) -> tuple[list[Record], Decoded]:
+    state = Decoded(0)
+    found = list(decode_records(memoryview(data), writer=writer, generation=GENERATION, offset=offset, state=state))
+    return found, state
+
+
+@given(st.lists(records, max_size=6))
+def test_records_are_read_as_they_were_written(written: list[Record]) -> None:
+    data = journal(written)
+    found, state = read(data)
+    assert found == written
+    assert (state.end, state.stopped) == (HEADER_BYTES + len(data), "")
+
+
+def test_a_journal_cut_at_any_byte_gives_the_records_before_the_cut() -> None:
+    data = journal(SAMPLE)
+    ends = [len(journal(SAMPLE[:n])) for n in range(len(SAMPLE) + 1)]
+    for cut in range(len(data)):
+        found, state = read(data[:cut])
+        whole = max(n for n, end in enumerate(ends) if end <= cut)
+        assert found == SAMPLE[:whole]
+        assert state.end == HEADER_BYTES + ends[whole]
+        assert bool(state.stopped) == (cut not in ends)
+
+
+def test_a_flipped_bit_anywhere_ends_the_journal_before_its_record() -> None:
+    data = journal(SAMPLE)
+    ends = [len(journal(SAMPLE[:n])) for n in range(len(SAMPLE) + 1)]
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        found, state = read(damaged)
+        assert found == SAMPLE[: max(n for n, end in enumerate(ends) if end <= at)]
+        assert state.stopped
+
+
+def test_a_record_that_lies_elsewhere_is_not_read() -> None:
+    data = journal(SAMPLE)
+    assert read(data, offset=HEADER_BYTES + 1)[0] == []
+    assert read(data, writer=b"another writer..")[0] == []
+    assert read(data + data)[0] == SAMPLE
+
+
+def test_zeros_behind_the_last_record_say_nothing() -> None:
+    found, state = read(journal(SAMPLE) + bytes(4096))
+    assert found == SAMPLE
+    assert state.stopped
+
+
+@pytest.mark.parametrize(("kind", "passed_over"), [(0x7F, False), (0xFF, True), (0x86, True)])
+def test_an_unknown_type_is_passed_over_only_where_it_may_be(kind: int, passed_over: bool) -> None:
+    touched = Touched(())
+    frame = bytearray(encode_record(touched, writer=WRITER, generation=GENERATION, offset=HEADER_BYTES))
+    frame[4] = kind
+    import xxhash
+
+    check = xxhash.xxh3_64(struct.pack("<16sIQ", WRITER, GENERATION, HEADER_BYTES) + bytes(frame[:5])).digest()
+    data = bytes(frame[:5]) + check
+    data += encode_record(Snapshot(1, 1), writer=WRITER, generation=GENERATION, offset=HEADER_BYTES + len(data))
+    assert read(data)[0] == ([Snapshot(1, 1)] if passed_over else [])
+
+
+def test_many_removals_are_cut_into_records_of_bounded_size() -> None:
+    extents = [(ExtentName(SegmentName(WRITER, 0), 4096 * n), bytes(16 * 1000)) for n in range(1000)]
+    cut = removed_records(1, "capacity", extents)
+    assert [extent for record in cut for extent in record.extents] == extents
+    assert len(cut) > 1
+    assert all(len(encode_record(r, writer=WRITER, generation=0, offset=0)) < MAX_PAYLOAD_BYTES // 2 for r in cut)
+
+
+def test_a_journal_header_with_a_flipped_bit_is_refused() -> None:
+    header = encode_journal_header(WRITER, GENERATION, 5)
+    assert len(header) == HEADER_BYTES
+    assert decode_journal_header(header) == (WRITER, GENERATION, 1)
+    for at in range(len(header)):
+        damaged = bytearray(header)
+        damaged[at] ^= 0x10
+        with pytest.raises(ValueError, match=r"check|journal"):
+            decode_journal_header(bytes(damaged))
+
+
+@pytest.mark.parametrize("representation", [TINY, OPAQUE], ids=["tiny", "opaque"])
+def test_a_segment_header_comes_back_and_no_bit_of_it_may_change(representation: type[TINY]) -> None:
+    header = SegmentHeader(SegmentName(WRITER, 9), 1 << 20, 77, representation.encode(), representation.digest)
+    encoded = encode_segment_header(header)
+    assert len(encoded) == header.header_bytes == 4096
+    assert decode_segment_header(encoded) == header
+    used = 112 + len(header.representation)
+    for at in range(used):
+        damaged = bytearray(encoded)
+        damaged[at] ^= 0x04
+        with pytest.raises(ExtentCorrupt):
+            decode_segment_header(bytes(damaged))
+    for cut in (0, 100, used - 1):
+        with pytest.raises(ExtentCorrupt):
+            decode_segment_header(encoded[:cut])
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "segment_bytes"),
+    [(8 << 30, 64 << 20), (1 << 30, 16 << 20), (32 << 20, 8 << 20), (1 << 40, 1 << 30), (1 << 20, 256 << 10)],
+)
+def test_segments_are_a_128th_of_the_capacity_within_bounds(capacity_bytes: int, segment_bytes: int) -> None:
+    assert segment_capacity(TINY, capacity_bytes=capacity_bytes) == segment_bytes
+
+
+def test_a_segment_holds_sixteen_blocks_where_the_capacity_allows() -> None:
+    from headstart.block.representation import Representation
+
+    large = Representation(kind="gqa", layout="fake/1", dtype="float32", layer_bytes=(16 << 20,))
+    assert segment_capacity(large, capacity_bytes=4 << 30) >= 16 * (16 << 20)
+    assert segment_capacity(large, capacity_bytes=100 << 20) == 25 << 20
