@@ -123,7 +123,7 @@ def prompts_with_shared_prefixes(count: int, *, vocabulary: int, lengths: Sequen
     return prompts
 
 
-def check_all_ways(runs: Runs) -> None:
+def check_all_ways(runs: Runs, *, lying: bool) -> None:
     with runs.engine(enabled=False) as engine:
         off = Answers(engine, runs.prompts)
         assert sum(off.cached("memory")) == sum(off.cached("disk")) == 0
@@ -143,10 +143,11 @@ def check_all_ways(runs: Runs) -> None:
         assert tier.injected["read", "eio"] > len(runs.prompts) // 10
         assert 0 < sum(failing.cached("disk")) < sum(runs.whole)
         runs.assert_same(engine, failing, off)
-    with runs.failing(Fault("read", "flip", every=3)) as (engine, tier):
-        lying = Answers(engine, runs.prompts)
-        assert tier.injected["read", "flip"] > 0
-        runs.assert_same(engine, lying, off)
+    if lying:
+        with runs.failing(Fault("read", "flip", every=3)) as (engine, tier):
+            misled = Answers(engine, runs.prompts)
+            assert tier.injected["read", "flip"] > 0
+            runs.assert_same(engine, misled, off)
 
 
 def test_the_tiny_model_gives_the_same_tokens_in_every_way(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
@@ -156,12 +157,12 @@ def test_the_tiny_model_gives_the_same_tokens_in_every_way(tiny_model_folder: Ca
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4))
+        check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4), lying=True)
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.real_model
 def test_the_real_model_gives_the_same_tokens_in_every_way(smollm2_folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    prompts = prompts_with_shared_prefixes(12, vocabulary=49000, longest=330, lengths=[63, 64, 65, 129, 192, 257])
-    check_all_ways(Runs(smollm2_folder, tmp_path, prompts, running=12, tolerance=1e-3))
+    prompts = prompts_with_shared_prefixes(12, vocabulary=49000, longest=200, lengths=[63, 64, 65, 128, 129, 192])
+    check_all_ways(Runs(smollm2_folder, tmp_path, prompts, running=12, tolerance=1e-3), lying=False)
