@@ -40,7 +40,8 @@ _GENERATION_SHIFT = 32
 @dataclass(slots=True, eq=False)
 class Segment:
     """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
-    `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges."""
+    `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges, or, when
+    `stale`, did before another process changed the file."""
 
     name: SegmentName
     number: int
@@ -53,6 +54,7 @@ class Segment:
     sealed: bool = False
     recorded: bool = False
     gone: bool = False
+    stale: bool = False
     allocated_bytes: int = 0
     live_bytes: int = 0
     rows: dict[int, int] = field(default_factory=dict)  # offset → row
@@ -114,7 +116,7 @@ class Books:
         for record in records:
             match record:
                 case ExtentAdded():
-                    self._add(record)
+                    self._add(record, own=own)
                 case Touched(uses):
                     for name, used in uses:
                         self._use(name, used)
@@ -168,6 +170,7 @@ class Books:
         """Note what the file system charges for a segment."""
         self.allocated_bytes += allocated_bytes - segment.allocated_bytes
         segment.allocated_bytes = allocated_bytes
+        segment.stale = False
 
     def _open(self, record: SegmentOpened, *, own: bool) -> None:
         segment = self.segment(record.segment)
@@ -181,10 +184,11 @@ class Books:
         if own:
             self.next_sequence = max(self.next_sequence, record.segment.sequence + 1)
 
-    def _add(self, record: ExtentAdded) -> None:
+    def _add(self, record: ExtentAdded, *, own: bool) -> None:
         segment = self.segments.get(record.extent.segment)
         if segment is None or not segment.opened or segment.gone:
             return
+        segment.stale |= not own
         offset = record.extent.offset
         segment.end = max(segment.end, offset + record.extent_bytes)
         self.counter = max(self.counter, record.last_used)
@@ -229,6 +233,7 @@ class Books:
         offset = removal.extent.offset
         if not segment.gone:
             segment.dead.add(offset)
+            segment.stale |= not removal.recorded
         row = segment.rows.get(offset)
         if row is not None:
             self._drop(row)

@@ -9,6 +9,7 @@ from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.records import PREFIX_BYTES
+from headstart.tier.disk.removal import measure_stale
 from headstart.tier.disk.store import Store
 
 _METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own, and move them about later
@@ -17,6 +18,7 @@ _METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own
 def check_store(store: Store) -> list[Problem]:
     """Compare segments, extents and index with the directory. The caller has the turn, so nothing of this process changes;
     segments of other living writers may grow meanwhile and are not measured."""
+    measure_stale(store)
     listing = store.directory.list()
     problems = [Problem(str(path), "not a file of this cache") for path in listing.unknown]
     problems += [

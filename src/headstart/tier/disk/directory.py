@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,6 +120,8 @@ class Directory:
             if path.parent != path:
                 self._make(path.parent)
             self._disk.make_directory(path)
+            with suppress(PermissionError):  # a parent that may be passed through but not read
+                self._disk.sync_directory(path.parent)
 
     def _check_marker(self) -> None:
         path = self.root / MARKER

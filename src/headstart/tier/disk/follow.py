@@ -23,9 +23,6 @@ class Others:
         self.allocated_bytes = 0
         self._measure()
 
-    def __len__(self) -> int:
-        return len(self._tails)
-
     def poll(self) -> list[Record]:
         """Return what the journals that are followed say since the last time."""
         records: list[Record] = []

@@ -17,6 +17,7 @@ from headstart.tier.disk.records import (
     VERSION,
     Decoded,
     Record,
+    Snapshot,
     decode_journal_header,
     decode_records,
     encode_journal_header,
@@ -42,6 +43,7 @@ class Journal:
         self._reserved = 0
         self._dirty_tail = False
         self._closed = False
+        self.silent = False  # it says nothing that anybody would miss
         self._reserve()
 
     @classmethod
@@ -75,7 +77,11 @@ class Journal:
                     disk.unlink(name)
             disk.close(handle)
             raise
-        return cls(disk, directory, handle, writer=writer, generation=generation, size=len(data), reserve_bytes=reserve_bytes)
+        journal = cls(
+            disk, directory, handle, writer=writer, generation=generation, size=len(data), reserve_bytes=reserve_bytes
+        )
+        journal.silent = all(isinstance(record, Snapshot) for record in records)
+        return journal
 
     @classmethod
     def take_over(cls, disk: Disk, directory: Directory, tail: JournalTail, *, reserve_bytes: int) -> Journal:
@@ -116,6 +122,7 @@ class Journal:
         if sync:
             self._disk.sync(self._handle)
         self._dirty_tail = False
+        self.silent = False
         self.size += len(data)
         self._reserve()
 
@@ -136,13 +143,13 @@ class Journal:
         self._close()
         return new
 
-    def close(self, *, remove: bool = False) -> None:
-        """Let go of the lock; `remove` a journal that says nothing. Twice is fine."""
+    def close(self) -> None:
+        """Let go of the lock; a journal that says nothing goes. Twice is fine."""
         if self._closed:
             return
         with contextlib.suppress(OSError):
             self._disk.truncate(self._handle, self.size)  # gives the reservation back
-            if remove:
+            if self.silent:
                 self._disk.unlink(self._directory.journal_path(self.writer, self.generation))
         self._close()
 

@@ -161,8 +161,7 @@ def _measure_segments(store: Store, dead: set[bytes]) -> None:
         segment.sealed |= segment.name.writer in dead  # whoever takes that writer over begins new ones
         if segment.name.writer == store.writer and not segment.sealed:
             unsealed.append(segment)
-            if facts.size > segment.end:
-                _cut(store, segment)
+            _cut(store, segment)
         for offset, row in segment.rows.items():
             if offset + books.place(row)[2] > facts.size:
                 short.append(books.id_of(row))
@@ -172,13 +171,15 @@ def _measure_segments(store: Store, dead: set[bytes]) -> None:
 
 
 def _cut(store: Store, segment: Segment) -> None:
+    """Cut what stands behind the last extent of a segment that nobody adds to any more."""
     handle = store.disk.open(store.directory.segment_path(segment.name), "write")
     try:
-        store.disk.truncate(handle, segment.end)
-        store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
+        if store.disk.facts(handle).size > segment.end:
+            store.disk.truncate(handle, segment.end)
+            store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
+            store.counters.add("segments_cut")
     finally:
         store.disk.close(handle)
-    store.counters.add("segments_cut")
 
 
 def _adopt_unknown(store: Store, listing: Listing, dead: set[bytes]) -> None:
@@ -210,5 +211,7 @@ def _adopt(store: Store, name: SegmentName) -> None:
     store.record(records)
     store.counters.add("segments_scanned")
     segment = store.books.segment(name)
-    if not segment.rows:
+    if segment.rows:
+        _cut(store, segment)
+    else:
         store.unlink(segment)

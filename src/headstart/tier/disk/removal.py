@@ -152,6 +152,14 @@ def unlink(store: Store, segment: Segment) -> None:
     store.files.discard(segment)
 
 
+def measure_stale(store: Store) -> None:
+    """Measure the segments that other processes changed."""
+    with store.lock:
+        stale = [s for s in store.books.segments.values() if s.stale and s.opened and not s.gone]
+    for segment in stale:
+        measure(store, segment)
+
+
 def measure(store: Store, segment: Segment) -> None:
     """Ask the file system what it charges for a segment. Needs no turn."""
     try:

@@ -36,7 +36,7 @@ from headstart.tier.disk.records import (
     Touched,
     encode_record,
 )
-from headstart.tier.disk.removal import QUARANTINE, evict, measure, remove, unlink
+from headstart.tier.disk.removal import QUARANTINE, evict, measure, measure_stale, remove, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 TURN_S = 30.0
@@ -212,18 +212,12 @@ class Store:
                 with contextlib.suppress(OSError):
                     self._flush_touches()
                     self._seal(list(self._appending.values()))
-                self._journal.close(remove=self._silent())
+                self._journal.close()
                 self._closed = True
         # A turn that never came is a stuck disk: its thread still uses the journal, which then ends with the process.
         self._closed = True
         if not self.files.close(TURN_S):
             log.warning("disk tier %s: a read did not end in %d s; its file stays open", self.directory.root, TURN_S)
-
-    def _silent(self) -> bool:
-        """Whether the own journal says nothing that anybody would miss."""
-        with self.lock:
-            recorded = any(s.recorded and not s.gone for s in self.books.segments.values())
-            return not recorded and not any(removal.recorded for removal in self.books.removals)
 
     @property
     def allocated_bytes(self) -> int:
@@ -263,6 +257,7 @@ class Store:
             segment = None
         header = self._new_header(representation) if segment is None else None
         needed = nbytes + self._slack_bytes + (header.header_bytes if header else 0)
+        measure_stale(self)
         missing = self.allocated_bytes + needed - self.capacity_bytes
         if missing > 0 and not evict(self, missing, "capacity"):
             return self._refused("full")

@@ -23,9 +23,9 @@ from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
-from headstart.tier.disk.records import PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName, SegmentOpened
+from headstart.tier.disk.records import PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName
 from headstart.tier.disk.recovery import recover
-from headstart.tier.disk.removal import QUARANTINE, measure
+from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 from headstart.tier.disk.store import FULL, LOST, Store
 
@@ -109,9 +109,9 @@ class DiskTier:
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
         leased = [self._lease(extent) for extent in extents]
-        if len(self._others) and any(leased):
+        if any(leased):
             # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
-            self._follow(look=False)
+            self._follow()
             with self._store.lock:
                 alive = [self._store.books.row(extent) is not None for extent in extents]
             self.release([extent for extent, ok, here in zip(extents, leased, alive, strict=True) if ok and not here])
@@ -169,7 +169,7 @@ class DiskTier:
     def refresh(self) -> None:
         """Take over what other processes did to the directory since the last look."""
         self._look_due = self._clock() + REFRESH_INTERVAL_S
-        self._follow(look=True)
+        self._follow()
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()
@@ -327,33 +327,24 @@ class DiskTier:
         if error.errno in LOST:
             self._store.lost_segment(segment)
 
-    def _follow(self, *, look: bool) -> None:
+    def _follow(self) -> None:
         if not self._refreshing.acquire(blocking=False):
             return
         try:
             if self._closed:
                 return
             self._take_over(self._others.poll())
-            if look:
-                self._take_over(self._others.look_for_new())
+            self._take_over(self._others.look_for_new())
         except OSError:
             self._counters.add("refresh_failed")
         finally:
             self._refreshing.release()
 
     def _take_over(self, records: Sequence[Record]) -> None:
-        store = self._store
-        if not records:
-            return
-        names = {r.segment for r in records if isinstance(r, SegmentOpened)}
-        names |= {r.extent.segment for r in records if isinstance(r, ExtentAdded)}
-        with store.lock:
-            store.books.apply(records, own=False)
-            store.other_journals_bytes = self._others.allocated_bytes
-            segments = [store.books.segments[name] for name in names if name in store.books.segments]
-        for segment in segments:
-            if not segment.gone:
-                measure(store, segment)
+        if records:
+            with self._store.lock:
+                self._store.books.apply(records, own=False)
+                self._store.other_journals_bytes = self._others.allocated_bytes
 
 
 def _probe(disk: Disk, place: Directory) -> bool:
