@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from disk_kit import CAPACITY, Clock, charged, extent_of, found, image, keys, located, prompt, save
 
+from headstart.block.extent import layout_of
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.fake_kv import TINY
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
@@ -57,7 +58,7 @@ def test_the_tail_of_a_prompt_gives_way_before_its_head() -> None:
 def test_an_extent_as_large_as_a_segment_is_taken_and_a_larger_one_is_not(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path / "kv", capacity_bytes=SMALL)
     largest = tier.max_extent_bytes(TINY)
-    pieces = next(n for n in range(200, 0, -1) if len(image(1, n)) <= largest)
+    pieces = next(n for n in range(200, 0, -1) if layout_of(TINY, n).extent_bytes <= largest)
     assert tier.write(image(1, pieces), TINY).reason == "written"
     assert tier.write(image(2, pieces + 1), TINY).reason == "too-large"
     assert found(tier, [1], pieces) == {1}
