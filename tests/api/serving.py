@@ -59,7 +59,10 @@ def listening(service: Service) -> Iterator[str]:
     """Serve `service` and give the address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(build_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+    config = uvicorn.Config(
+        build_app(service), log_config=None, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")
     thread.start()
     try:

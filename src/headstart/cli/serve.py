@@ -33,6 +33,7 @@ from headstart.errors import AddressInUse, ConfigError, HeadstartError
 log = logging.getLogger("headstart")
 
 DRAIN_S = 10.0  # running requests may end in this time after SIGTERM; then they are aborted
+KEEP_ALIVE_S = 75  # idle connections; clients' pools let go after 5 to 60 s, and whoever closes first should be the client
 LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in the middle of a download is left behind
 
 
@@ -58,12 +59,13 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self._service = Service(max_waiting=config.server.max_waiting)
-        # Beyond DRAIN_S uvicorn would cut connections; the seconds between let aborted requests say goodbye.
         settings = uvicorn.Config(
             build_app(self._service),
             log_config=None,
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            # Beyond DRAIN_S uvicorn would cut connections; the seconds between let aborted requests say goodbye.
             timeout_graceful_shutdown=int(DRAIN_S) + 5,
         )
         super().__init__(settings)
