@@ -25,12 +25,13 @@ from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, Generati
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.floor import measure_floor
 from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.prefix import Outcome, PrefixBridge
 from headstart.engine.torch.sampler import Sampler, choose
 from headstart.engine.torch.scheduler import Work, plan_step
 from headstart.engine.torch.sequence import Sequence
-from headstart.errors import ContextLengthExceeded, LoadFailed, RequestError
+from headstart.errors import LoadFailed, RequestError
 from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class TorchEngine:
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         """See `Engine.submit`. `max_tokens` beyond the context is cut to what fits; the answer then ends with "length"."""
-        self._refuse_impossible(request)
+        refuse_impossible(request, self.info)
         sequence = Sequence(
             request=request,
             on_event=on_event,
@@ -157,29 +158,6 @@ class TorchEngine:
     def warm_up(self) -> None:
         """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use."""
         self._call(lambda: measure_floor(self.model, self._memory, None, [1] * 65, cached_tokens=64, rounds=1, chunk_tokens=64))
-
-    def _refuse_impossible(self, request: GenerationRequest) -> None:
-        prompt, context = len(request.prompt), self.info.context_tokens
-        sampling = request.sampling
-        if prompt == 0:
-            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
-        if prompt + 1 > context:
-            raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens and the context of {self.info.model} holds {context}, "
-                "one of which must be left for the answer; shorten the prompt",
-                prompt_tokens=prompt,
-                context_tokens=context,
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.info.vocabulary:
-            raise RequestError(f"token ids must lie in 0 … {self.info.vocabulary - 1}", param="prompt")
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
-        if not 0 <= sampling.temperature < float("inf"):
-            raise RequestError(f"temperature is {sampling.temperature}; use 0 or more", param="temperature")
-        if not 0 < sampling.top_p <= 1:
-            raise RequestError(f"top_p is {sampling.top_p}; use more than 0 and at most 1", param="top_p")
-        if sampling.top_k < 0:
-            raise RequestError(f"top_k is {sampling.top_k}; use 0 (all) or more", param="top_k")
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the engine's thread, between two steps."""

@@ -168,16 +168,15 @@ class KVMemory:
         with self._lock:
             return self._arena.used_bytes + self._device_used
 
-    def fits_ever(self, tokens: int) -> bool:
-        return self.shape.region_bytes(tokens) <= self.capacity_bytes
-
     def allocate(self, tokens: int) -> HostKV | DeviceKV | None:
         """Return KV for `tokens` tokens with one reference, or None when it does not fit now. ValueError: it never can."""
         if self._device is None:
             return self.allocate_host(tokens)
         nbytes = self.shape.region_bytes(tokens)
         if nbytes > self._device_capacity:
-            raise ValueError(f"{tokens} tokens of KV need {nbytes} bytes, more than the {self._device_capacity} there are")
+            raise ValueError(
+                f"{tokens} tokens of KV need {nbytes} bytes, more than the {self._device_capacity} there are: it can never fit"
+            )
         with self._lock:
             if self._device_used + nbytes > self._device_capacity:
                 return None

@@ -15,7 +15,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
-from headstart.errors import ModelError
+from headstart.errors import ConfigError, ModelError
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,12 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     model = load_model(folder, device=config.engine.device, dtype=config.engine.dtype, on_progress=on_progress)
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)
-    memory = KVMemory(model.shape, capacity, device=None if model.device.type == "cpu" else model.device)
+    try:
+        memory = KVMemory(model.shape, capacity, device=None if model.device.type == "cpu" else model.device)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(
+            f"{capacity} bytes of KV memory cannot be had ({error}); lower engine.kv_memory", key="engine.kv_memory"
+        ) from error
     cache, said = _open_cache(folder, config, model)
     engine = TorchEngine(
         model,

@@ -1,0 +1,109 @@
+"""KV memory: what attention writes is what pieces show, counted to the byte and freed once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape
+
+SHAPE = KVShape(layers=3, heads=2, width=8, dtype=torch.float32)
+PIECE = 2 * 2 * 64 * 8 * 4
+
+
+def _filled(memory: KVMemory, tokens: int) -> HostKV:
+    kv = memory.allocate_host(tokens)
+    assert kv is not None
+    for layer in range(SHAPE.layers):
+        for both in (kv.keys(layer), kv.values(layer)):
+            both.copy_(torch.randn(both.shape))
+    return kv
+
+
+def _piece(kv: HostKV, layer: int, piece: int) -> bytes:
+    return b"".join(map(bytes, kv.buffers(layer, piece, [PIECE])))
+
+
+def test_a_piece_is_the_same_bytes_whatever_the_length_of_its_request() -> None:
+    memory = KVMemory(SHAPE, 1 << 20)
+    long, short = _filled(memory, 300), memory.allocate_host(130)
+    assert short is not None
+    for layer in range(3):
+        short.keys(layer)[:, :130] = long.keys(layer)[:, :130]
+        short.values(layer)[:, :130] = long.values(layer)[:, :130]
+        for piece in range(2):
+            assert _piece(short, layer, piece) == _piece(long, layer, piece)
+
+
+@given(layer=st.integers(0, 2), first=st.integers(0, 4), count=st.integers(0, 5))
+def test_buffers_hold_the_pieces_one_behind_the_other(layer: int, first: int, count: int) -> None:
+    memory = KVMemory(SHAPE, 1 << 20)
+    kv = _filled(memory, 320)
+    count = min(count, 5 - first)
+    got = b"".join(map(bytes, kv.buffers(layer, first, [PIECE] * count)))
+    want = b""
+    for piece in range(first, first + count):
+        tokens = slice(64 * piece, 64 * (piece + 1))
+        for part in (kv.keys(layer), kv.values(layer)):
+            want += part[:, tokens].contiguous().numpy().tobytes()
+    assert got == want
+
+
+def test_buffers_can_be_written_and_attention_sees_it() -> None:
+    kv = _filled(KVMemory(SHAPE, 1 << 20), 64)
+    for buffer in kv.buffers(1, 0, [PIECE]):
+        buffer[:] = b"\0" * buffer.nbytes
+    assert not kv.keys(1).any()
+    assert not kv.values(1).any()
+    assert kv.keys(0).all()
+
+
+def test_pieces_that_are_not_there_or_of_another_size_are_refused() -> None:
+    kv = _filled(KVMemory(SHAPE, 1 << 20), 128)
+    with pytest.raises(ValueError, match="past the 128 tokens"):
+        kv.buffers(0, 1, [PIECE, PIECE])
+    with pytest.raises(ValueError, match="asked for"):
+        kv.buffers(0, 0, [PIECE - 1])
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_memory_is_counted_bounded_and_freed_with_the_last_release(device: torch.device | None) -> None:
+    memory = KVMemory(SHAPE, 2 * SHAPE.region_bytes(128), device=device)
+    first, second = memory.allocate(128), memory.allocate(65)
+    assert isinstance(first, HostKV if device is None else DeviceKV)
+    assert memory.allocate(1) is None
+    assert memory.used_bytes == memory.capacity_bytes
+    first.retain()
+    first.release()
+    assert memory.allocate(1) is None
+    first.release()
+    with pytest.raises(RuntimeError):
+        first.release()
+    with pytest.raises(RuntimeError):
+        first.retain()
+    assert second is not None
+    second.release()
+    assert memory.used_bytes == 0
+    with pytest.raises(ValueError, match="never"):
+        memory.allocate(257)
+
+
+def test_a_layer_travels_to_a_device_and_back() -> None:
+    memory = KVMemory(SHAPE, 1 << 20, device=torch.device("cpu"))
+    there, back, kv = _filled(memory, 128), _filled(memory, 128), memory.allocate(200)
+    assert isinstance(kv, DeviceKV)
+    for layer in range(3):
+        kv.copy_layer(layer, of=there, tokens=128)
+    kv.copy_to(back, 128)
+    assert all(_piece(back, layer, piece) == _piece(there, layer, piece) for layer in range(3) for piece in range(2))
+
+
+def test_the_representation_tells_what_the_bytes_are() -> None:
+    representation = SHAPE.representation(query_heads=4)
+    assert representation.kind == "gqa"
+    assert SHAPE.representation(query_heads=2).kind == "mha"
+    assert representation.layer_bytes == (PIECE,) * 3
+    assert representation.bytes_per_token == SHAPE.token_bytes
+    assert SHAPE.representation(query_heads=4) != KVShape(3, 2, 8, torch.bfloat16).representation(query_heads=4)

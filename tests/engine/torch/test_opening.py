@@ -1,0 +1,85 @@
+"""From a configuration to a running engine, also when memory is short or the cache cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from held_cache import eventually
+from reference import ask, some_tokens
+
+from headstart.config import CacheConfig, Config, EngineConfig
+from headstart.engine.torch import open_engine
+from headstart.engine.torch.engine import TorchEngine
+from headstart.errors import ConfigError, ModelError
+
+Folders = Callable[..., Path]
+
+
+def _config(tmp_path: Path, *, enabled: bool = True, directory: str = "kv", **engine: object) -> Config:
+    return Config(
+        models_directory=tmp_path / "models",
+        cache=CacheConfig(directory=tmp_path / directory, enabled=enabled, capacity="64MiB", memory="16MiB"),
+        engine=EngineConfig(**{"device": "cpu", "kv_memory": "16MiB", "max_running": 2, **engine}),  # type: ignore[arg-type]
+    )
+
+
+def _open(folder: Path, config: Config) -> TorchEngine:
+    return open_engine(folder, config, on_progress=lambda stage, fraction: None)
+
+
+def test_progress_ends_with_ready_and_the_engine_tells_what_it_is(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    stages: list[tuple[str, float | None]] = []
+    config = _config(tmp_path, context=1000)
+    with open_engine(tiny_model_folder("qwen3"), config, on_progress=lambda *stage: stages.append(stage)) as engine:
+        assert stages[-1] == ("ready", 1.0)
+        assert (engine.info.device, engine.info.dtype, engine.info.layers) == ("cpu", "float32", 3)
+        assert engine.info.context_tokens == 1000
+        assert engine.info.cache == "prefixes are kept in memory and disk"
+        assert engine.load().kv_used_bytes == 0
+
+
+def test_what_was_saved_is_found_after_a_restart(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    prompt = some_tokens(300)
+    with _open(tiny_model_folder("llama"), _config(tmp_path)) as engine:
+        cold = ask(engine, prompt)
+        cold.result()
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+    with _open(tiny_model_folder("llama"), _config(tmp_path)) as engine:
+        warm = ask(engine, prompt)
+        receipt = warm.result().receipt
+        assert receipt is not None
+        assert receipt.cached_disk_tokens == 256
+        assert receipt.bytes_read >= 256 * engine.info.kv_bytes_per_token
+        assert warm.tokens == cold.tokens
+        other = ask(engine, prompt, salt="someone else").result().receipt
+        assert other is not None
+        assert other.cached_tokens == 0
+
+
+def test_a_context_that_kv_memory_cannot_hold_is_cut_to_what_it_can(
+    tiny_model_folder: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(tmp_path, enabled=False, kv_memory="400000")  # 768 bytes a token
+    with _open(tiny_model_folder("llama"), config) as engine:
+        assert engine.info.context_tokens == 512
+        assert "cut" in caplog.text
+        assert ask(engine, some_tokens(511), 100).result().finish == "length"
+    with pytest.raises(ModelError, match="hold 64 tokens"):
+        _open(tiny_model_folder("llama"), _config(tmp_path, enabled=False, kv_memory="60000"))
+
+
+def test_a_cache_directory_that_cannot_be_used_does_not_stop_the_engine(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with _open(tiny_model_folder("llama"), _config(tmp_path, directory="file")) as engine:
+        assert "no disk tier" in engine.info.cache
+        assert ask(engine, some_tokens(100)).result().finish == "length"
+    with _open(tiny_model_folder("llama"), _config(tmp_path, enabled=False)) as engine:
+        assert engine.cache is None
+        assert engine.info.cache == "off by configuration"
+
+
+def test_a_size_that_is_no_size_is_a_configuration_error(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        _open(tiny_model_folder("llama"), _config(tmp_path, kv_memory="plenty"))
