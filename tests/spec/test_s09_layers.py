@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from headstart.cache.prefix_cache import Load
 from headstart.errors import LoadFailed
 from headstart.testing.fake_kv import TINY, FakeDestination
 from headstart.testing.faults import Fault
@@ -13,6 +14,11 @@ from headstart.testing.round_trip import TIMEOUT_S, load, match, save
 from headstart.testing.tier_contract import prompt
 
 KV = prompt(8)
+
+
+def wait_layer_by_layer(running: Load) -> None:
+    for layer in range(TINY.layers):
+        running.wait(layer, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
@@ -62,7 +68,7 @@ def test_the_tokens_before_a_bad_block_stay_usable(shelf, layer: int, piece: int
         destination = FakeDestination(TINY, 8)
         running = lease.load(into=destination)
         with pytest.raises(LoadFailed):
-            running.wait(TINY.layers - 1, TIMEOUT_S)
+            wait_layer_by_layer(running)
         assert running.result(TIMEOUT_S) == piece * 64
         assert destination.wrong(KV, pieces=piece) == []
     assert load(cache, KV).wrong == []

@@ -59,6 +59,7 @@ class BelievesItsTiers(CacheMachine):
     def open_cache(self) -> PrefixCache:
         self.faulty = FaultyTier(MemoryTier(4 << 20), Fault("read", "flip", every=3))
         self.faulty.trusted = True
+        self.disturbed = True
         return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY)
 
 

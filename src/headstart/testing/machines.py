@@ -177,7 +177,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.faulty_disk = FaultyDisk(self.disk)
         self.saved: dict[tuple[int, str | None], int] = {}  # pieces that were ever handed over: what may at most come back
         self.leases: list[tuple[Lease, FakeKV]] = []
-        self.disturbed = False  # a fault was injected or bytes rotted since the cache was opened
+        self.disturbed = False  # a fault was injected since the cache was opened: what it matches may not load
+        self.rotten = False  # bytes at rest were changed or lost, and stay so: what any later cache matches may not load
         self.cache = self.open_cache()
 
     @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a"]))
@@ -261,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
     def rot(self, share: float, pick: int) -> None:
         files = [(path, len(data)) for path, data in self.disk.files().items() if data]
         if files:
-            self.disturbed = True
+            self.disturbed = self.rotten = True
             path, nbytes = files[pick % len(files)]
             self.disk.damage(path, int(share * nbytes))
 
@@ -280,6 +281,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.disk.kill()
         else:
             self.disk.power_cut(power_cut)
+            self.rotten = True
         self.leases.clear()  # they died with their process
         with suppress(ProcessDied):
             self.cache.close()
@@ -324,7 +326,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _load(self, lease: Lease, kv: FakeKV) -> None:
         found = finish(lease, kv)
         assert found.wrong == [], f"wrong bytes were called usable: {found.wrong[0]}"
-        if not self.disturbed:
+        if not self.disturbed and not self.rotten:
             assert found.usable_tokens == lease.tokens, "a leased block was not there"
 
     def _may_be_there(self, lease: Lease, number: int, salt: str | None) -> None:
