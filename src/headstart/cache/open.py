@@ -11,7 +11,6 @@ from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import StoreError
-from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import Tier
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
@@ -21,27 +20,33 @@ _log = logging.getLogger(__name__)
 
 def open_cache(config: CacheConfig, *, identity: Identity, representation: Representation) -> PrefixCache:
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
-    opened) it is a cache that never hits. Raises ConfigError for a size that is no size, never for a medium: what went
-    wrong stands in `warnings`, one sentence a tier, and in the log."""
+    opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
+    never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
     tiers: list[Tier] = []
     warnings: list[str] = []
-    if config.enabled:
-        memory_bytes = parse_size(config.memory)
-        directory = config.directory.expanduser()
+    directory = config.directory.expanduser()
+    memory_bytes = parse_size(config.memory) if config.enabled else 0
+    if memory_bytes:
         try:
-            if memory_bytes >= ALIGNMENT:
-                tiers.append(MemoryTier(memory_bytes))
-        except (OSError, MemoryError) as error:
-            warnings.append(f"no memory tier: {memory_bytes} bytes cannot be mapped ({error}); lower cache.memory")
+            tiers.append(MemoryTier(memory_bytes))
+        except (OSError, MemoryError, ValueError) as error:
+            warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
+    if config.enabled:
         try:
             capacity_bytes = parse_size(config.capacity, of_bytes=_file_system_bytes(directory))
-            tiers.append(DiskTier.open(directory, capacity_bytes=capacity_bytes, durability=config.durability))
-        except (StoreError, OSError) as error:
-            warnings.append(f"no disk tier, prompts are forgotten with the process: {error}")
+            if capacity_bytes:
+                tiers.append(DiskTier.open(directory, capacity_bytes=capacity_bytes, durability=config.durability))
+        except (StoreError, OSError, ValueError) as error:
+            warnings.append(f"no disk tier, so prompts are forgotten with the process: {error}")
     for warning in warnings:
         _log.warning("%s", warning)
     return PrefixCache(
-        tiers, identity=identity, representation=representation, load_timeout_s=config.load_timeout_s, warnings=warnings
+        tiers,
+        identity=identity,
+        representation=representation,
+        load_timeout_s=config.load_timeout_s,
+        warnings=warnings,
+        places={DiskTier.name: str(directory)},
     )
 
 

@@ -12,7 +12,7 @@ No call here raises because a medium failed. ValueError is for wrong use.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys, token_bytes
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain, chain_keys, token_bytes
 from headstart.block.representation import Representation
 from headstart.cache.faults import Quarantine, counted
 from headstart.cache.lease import Lease, Source
@@ -49,7 +49,8 @@ class CacheStatistics:
 class PrefixCache:
     """`tiers`: fastest first. One per process and representation; safe from many threads.
 
-    `warnings`: one sentence for each tier that was asked for and could not be had."""
+    `warnings`: one sentence for each tier that was asked for and could not be had. `places`: where a tier of that name lies,
+    for people."""
 
     def __init__(
         self,
@@ -60,10 +61,12 @@ class PrefixCache:
         save_queue_bytes: int = 1 << 30,
         load_timeout_s: float = 30.0,
         warnings: Sequence[str] = (),
+        places: Mapping[str, str] | None = None,
     ) -> None:
         self.identity = identity
         self.representation = representation
         self.warnings = tuple(warnings)
+        self._places = dict(places or {})
         self._counters = Counters()
         self._root = identity.root()
         self._digest = representation.digest
@@ -90,11 +93,14 @@ class PrefixCache:
         """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life.
 
         131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
-        prompt_tokens = _as_u32(tokens)
-        pieces = (len(prompt_tokens) - 1) // self.representation.piece_tokens  # at least one token is left to compute
-        prompt_tokens = prompt_tokens[: max(0, pieces) * self.representation.piece_tokens]
+        data = token_bytes(tokens)
+        prompt_tokens = np.frombuffer(data, dtype="<u4")
+        pieces = max(0, len(prompt_tokens) - 1) // self.representation.piece_tokens  # a token is left to compute
         root = self._root if identity is None else identity.root()
-        keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens)
+        # Without a salt straight from the bytes: the detour over an array would copy them once more.
+        keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens) if salt else chain(root, data)
+        keys = keys[: pieces * self.representation.blocks_per_piece]
+        prompt_tokens = prompt_tokens[: len(keys) * BLOCK_TOKENS]
         runs = longest_prefix(self._locate(keys)) if keys and not self._closed else []
         runs, held = self._protect(runs)
         self._count_match(runs, asked=len(prompt_tokens))
@@ -119,7 +125,7 @@ class PrefixCache:
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`)."""
-        prompt_tokens = _as_u32(tokens)
+        prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
         whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
         self._counters.add("save_calls")
         if not self._sources or not whole:
@@ -162,9 +168,10 @@ class PrefixCache:
             return "no prefix cache: every prompt is computed"
         tiers = []
         for statistics in self.statistics().tiers:
-            held = f"{statistics.blocks * BLOCK_TOKENS:,} tokens" if statistics.blocks else "nothing yet"
-            tiers.append(f"{statistics.name} (up to {_size(statistics.capacity_bytes)}, holds {held})")
-        return f"prefixes are kept in {' and '.join(tiers)}"
+            name, held = statistics.name, statistics.blocks * BLOCK_TOKENS
+            where = f"{name} at {self._places[name]}" if name in self._places else name
+            tiers.append(f"{where} ({_size(statistics.capacity_bytes)}, {f'{held:,} tokens' if held else 'empty'})")
+        return f"prompts are kept in {' and '.join(tiers)}"
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish queued saves, join every thread, close the tiers. Twice is fine.
@@ -241,11 +248,6 @@ class PrefixCache:
         if not runs:
             reason = "closed" if self._closed else "absent" if asked else "short"
             self._counters.add(f"match_missed_{reason}")
-
-
-def _as_u32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
-    """Return a copy of the token ids that nobody else changes. Raises ValueError for what is no token id."""
-    return np.frombuffer(token_bytes(tokens), dtype="<u4")
 
 
 def _size(nbytes: int) -> str:

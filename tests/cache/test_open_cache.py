@@ -1,0 +1,84 @@
+"""Opening a cache from configuration: what can be had is there, what cannot is said, and nothing about a medium raises."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from cache_kit import prompt
+
+from headstart.cache.open import open_cache
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.config import CacheConfig
+from headstart.errors import ConfigError
+from headstart.testing.fake_kv import IDENTITY, TINY
+from headstart.testing.round_trip import load, save
+
+
+def opened(directory: Path, **options: object) -> PrefixCache:
+    config = CacheConfig(**{"directory": directory, "capacity": "64MiB", "memory": "8MiB", **options})  # type: ignore[arg-type]
+    return open_cache(config, identity=IDENTITY, representation=TINY)
+
+
+def test_what_was_saved_is_found_after_a_restart(tmp_path: Path) -> None:
+    kv = prompt(6401)
+    with opened(tmp_path / "kv") as cache:
+        assert cache.warnings == ()
+        assert save(cache, kv).stored_tokens == 6400
+        assert load(cache, kv).load.tokens_by_tier == {"memory": 6400}
+    with opened(tmp_path / "kv") as cache:
+        loaded = load(cache, kv)
+        assert (loaded.usable_tokens, loaded.wrong) == (6400, [])
+        assert loaded.load.tokens_by_tier == {"disk": 6400}
+        assert cache.check() == []
+        assert cache.describe() == (
+            f"prompts are kept in memory (8.0 MiB, empty) and disk at {tmp_path / 'kv'} (64.0 MiB, 6,400 tokens)"
+        )
+
+
+def test_tiers_are_switched_off_by_a_size_of_0_and_the_whole_by_enabled(tmp_path: Path) -> None:
+    for options, tiers in [
+        ({"memory": "0"}, ["disk"]),
+        ({"capacity": "0"}, ["memory"]),
+        ({"enabled": False}, []),
+    ]:
+        with opened(tmp_path / "kv", **options) as cache:
+            assert [tier.name for tier in cache.statistics().tiers] == tiers
+            assert cache.warnings == ()
+    assert "no prefix cache" in cache.describe()
+
+
+def test_a_capacity_may_be_a_share_of_the_file_system(tmp_path: Path) -> None:
+    with opened(tmp_path / "not" / "yet", capacity="1%") as cache:
+        assert cache.warnings == ()
+        assert cache.statistics().tiers[1].capacity_bytes > 1 << 20
+
+
+@pytest.mark.parametrize("broken", ["a file", "below a file", "too small"])
+def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("mine")
+    directory = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "kv", "too small": tmp_path / "kv"}[broken]
+    with (
+        caplog.at_level(logging.WARNING),
+        opened(directory, capacity="4096" if broken == "too small" else "64MiB", memory="8MiB") as cache,
+    ):
+        assert [tier.name for tier in cache.statistics().tiers] == ["memory"]
+        (warning,) = cache.warnings
+        assert "no disk tier" in warning
+        assert warning in caplog.text
+        assert save(cache, prompt(641)).stored_tokens == 640
+        assert load(cache, prompt(641)).wrong == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_memory_size_that_cannot_be_had_is_a_warning(tmp_path: Path) -> None:
+    for memory in ("1", "8000000GiB"):
+        with opened(tmp_path / "kv", memory=memory) as cache:
+            assert [tier.name for tier in cache.statistics().tiers] == ["disk"]
+            assert "cache.memory" in cache.warnings[0]
+
+
+def test_a_size_that_is_none_is_wrong_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        opened(tmp_path / "kv", memory="much")
