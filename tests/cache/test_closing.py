@@ -80,7 +80,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(caplog: pytest.LogCaptureFi
         queued = cache.save(prompt(640, seed=1).tokens, prompt(640, seed=1))
         cache.close(timeout_s=0.0)
     assert queued.wait(0.0).reason == "closed"
-    assert not stuck.done  # its source may still be read once the tier comes back … it is not, but nobody can know yet
+    assert not stuck.done  # what hangs has not let go yet
     tier.heal()
     assert stuck.wait(TIMEOUT_S).stored_tokens == 640
     cache._saver._thread.join(TIMEOUT_S)
