@@ -29,13 +29,19 @@ def test_the_base_is_aligned_to_a_huge_page_and_every_region_to_4_kib() -> None:
         assert arena.used_bytes == 3 * ALIGNMENT
 
 
-def test_touched_memory_is_writable_zeroes() -> None:
-    with Arena(HUGE_PAGE, touch=True) as arena:
+def test_touching_changes_no_content_and_tells_when_all_is_touched() -> None:
+    with Arena(3 * HUGE_PAGE) as arena:
         region = arena.allocate(HUGE_PAGE)
         assert region is not None
-        assert not np.frombuffer(region.view, np.uint8).any()
         region.view[-1] = 7
+        while arena.touch(HUGE_PAGE):
+            pass
         assert region.view[-1] == 7
+        assert not arena.touch(HUGE_PAGE)
+        rest = arena.allocate(2 * HUGE_PAGE)
+        assert rest is not None
+        assert not np.frombuffer(rest.view, np.uint8).any()
+    assert not arena.touch(HUGE_PAGE)
 
 
 def test_full_now_is_none_and_never_is_an_error() -> None:

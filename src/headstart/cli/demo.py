@@ -235,7 +235,8 @@ def _wait_until_saved(server: ServerProcess, timeout_s: float = 60.0) -> None:
 def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_bytes: int = 2 << 20) -> float:
     """Seconds to read `nbytes` of the files with O_DIRECT into huge-page buffers, computing nothing. Median of three."""
     jobs: list[tuple[int, int]] = []  # (file, offset)
-    arena = Arena(threads * request_bytes, touch=True, name="demo")
+    arena = Arena(threads * request_bytes, name="demo")
+    arena.touch(arena.capacity_bytes)
     descriptors = [os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)) for path in paths]
     try:
         for fd in descriptors:

@@ -3,8 +3,8 @@
 A tier knows nothing of prefixes, engines or verification. It says where blocks lie, protects extents under a lease from
 eviction, and moves bytes. All verbs are safe from many threads; none holds a lock across I/O.
 
-Faults: `read` and `write` raise StoreError (or OSError) and nothing else; `locate`, `lease`, `touch` do not do I/O that can fail
-for one extent. Whoever calls (the cache) turns them into a miss and a counter.
+Faults: `read` and `write` raise StoreError (or OSError) and nothing else; `locate`, `lease`, `touch` do not do I/O that can
+fail for one extent. Whoever calls (the cache) turns them into a miss and a counter.
 """
 
 from __future__ import annotations

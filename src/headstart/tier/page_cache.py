@@ -38,7 +38,8 @@ def resident_bytes(paths: Iterable[Path]) -> int | None:
         if size == 0:
             continue
         # A private writable mapping only so that ctypes may take its address; nothing is ever written or touched.
-        with path.open("rb") as file, mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as view:
+        access = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size, **access) as view:
             pages = (size + mmap.PAGESIZE - 1) // mmap.PAGESIZE
             vector = (ctypes.c_ubyte * pages)()
             anchor = ctypes.c_char.from_buffer(view)

@@ -40,6 +40,7 @@ _T = TypeVar("_T")
 _IDLE_S = 1.0  # a wake-up that was missed costs this much, never a hang
 _PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
 _CLOSE_S = 60.0
+_TOUCH_TOKENS = 256  # KV memory that one idle moment backs with pages
 
 
 class _Abandoned(Exception):
@@ -66,6 +67,7 @@ class TorchEngine:
         self._memory = memory
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
+        self._cold_memory = True  # some KV memory has never been touched
         self._wake = Event()
         self._bridge = None if cache is None else PrefixBridge(cache, memory, timeout_s=load_timeout_s, wake=self._wake.set)
         self._counters = Counters()
@@ -186,11 +188,18 @@ class TorchEngine:
                 self._counters.add("engine_faults")
                 _log.exception("the engine failed outside of a step; its requests are ended")
                 self._end_all("error", "an internal error ended this request; the server's log has the details")
-            self._wake.wait(self._idle_s())
+            if not (self._cold_memory and not self._running and self._touch_more()):
+                self._wake.wait(self._idle_s())
         with self._lock:
             for _, future in self._calls:
                 future.set_exception(RequestError("the engine is shutting down", code="shutting_down"))
         self._end_all("abort", None)
+
+    def _touch_more(self) -> bool:
+        """Use an idle moment to back KV memory for later requests; a request that arrives waits some 10 ms at most."""
+        if not self._wake.is_set():
+            self._cold_memory = self._memory.touch(_TOUCH_TOKENS)
+        return self._cold_memory
 
     def _idle_s(self) -> float:
         now = time.monotonic()

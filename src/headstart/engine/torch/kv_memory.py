@@ -156,7 +156,7 @@ class KVMemory:
         self._device_used = 0
         self._device_capacity = capacity_bytes if device is not None else 0
         # Beside a device, the host keeps room for a few passages only: a load or save that finds none is left out.
-        self._arena = Arena(capacity_bytes, touch=device is None, name="engine KV")
+        self._arena = Arena(capacity_bytes, name="engine KV")
 
     @property
     def capacity_bytes(self) -> int:
@@ -191,6 +191,11 @@ class KVMemory:
     def allocate_host(self, tokens: int) -> HostKV | None:
         region = self._arena.allocate(self.shape.region_bytes(tokens))
         return None if region is None else HostKV(region, self.shape, _whole_blocks(tokens))
+
+    def touch(self, tokens: int) -> bool:
+        """Back the next `tokens` tokens of KV with memory before requests need it; returns whether some is still without.
+        Reading into memory that was never touched takes several times as long."""
+        return self._device is None and self._arena.touch(self.shape.region_bytes(tokens))
 
     def close(self) -> None:
         self._arena.close()

@@ -34,6 +34,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         raise ConfigError(
             f"{capacity} bytes of KV memory cannot be had ({error}); lower engine.kv_memory", key="engine.kv_memory"
         ) from error
+    memory.touch(context)  # one request's worth; the engine does the rest when it is idle
     cache, said = _open_cache(folder, config, model)
     engine = TorchEngine(
         model,
