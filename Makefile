@@ -30,6 +30,9 @@ bench: $(VENV)/.installed  ## the benchmarks whose tables are in docs/benchmarks
 soak: $(VENV)/.installed  ## long random runs: crashes, faults, state machines
 	$(BIN)/python -m pytest -q -m soak --soak $(TESTS)
 
+trials: $(VENV)/.installed  ## the cache under libllama and under the real vLLM (3.5 GB to install, ten minutes)
+	@sh trials/run.sh $(BIN)
+
 install: $(VENV)/.installed  ## only make .venv and install everything into it
 
 $(VENV)/.installed: pyproject.toml Makefile
