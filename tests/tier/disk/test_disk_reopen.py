@@ -142,14 +142,19 @@ def test_a_flipped_bit_anywhere_in_a_journal_never_gives_wrong_bytes(root: Path,
         shutil.rmtree(copy)
 
 
-def test_a_flipped_bit_in_a_segments_header_costs_the_segment(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [True, False], ids=["at-rest", "while-open"])
+def test_a_flipped_bit_in_a_segments_header_costs_the_segment(root: Path, tmp_path: Path, closed: bool) -> None:
     for at in range(0, 112, 9):
         copy = tmp_path / "copy"
         shutil.copytree(root, copy)
-        flip(segments(copy)[0], at)
+        if closed:
+            flip(segments(copy)[0], at)
         tier = open_tier(copy)
-        assert [problem.where for problem in tier.check()] == [str(segments(copy)[0])]
-        assert tier.lease([extent_of(tier, 0)]) == [False]
+        if not closed:
+            flip(segments(copy)[0], at)
+            tier._store.files.discard(next(iter(tier._store.books.segments.values())))  # as if it had been closed as idle
+            assert [problem.where for problem in tier.check()] == [str(segments(copy)[0])]
+            assert tier.lease([extent_of(tier, 0)]) == [False]
         assert found(tier, SEEDS) == set()
         assert tier.check() == []
         assert all(save(tier, seed) for seed in SEEDS)

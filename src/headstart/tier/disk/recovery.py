@@ -157,10 +157,19 @@ def _measure_segments(store: Store, dead: set[bytes]) -> None:
         except FileNotFoundError:
             books.forget_segment(segment)
             continue
+        try:
+            with store.files.held(segment):
+                pass  # opening it checks its header
+        except ExtentCorrupt as error:
+            log.warning("disk tier %s: segment %s is dropped: %s", store.directory.root, path.name, error)
+            store.counters.add("segments_dropped")
+            store.unlink(segment)
+            continue
         books.charge(segment, facts.allocated_bytes)
         segment.sealed |= segment.name.writer in dead  # whoever takes that writer over begins new ones
         if segment.name.writer == store.writer and not segment.sealed:
             unsealed.append(segment)
+        if segment.settled and facts.size > segment.end:
             _cut(store, segment)
         for offset, row in segment.rows.items():
             if offset + books.place(row)[2] > facts.size:
