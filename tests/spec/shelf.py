@@ -114,6 +114,10 @@ class Shelf:
         self.disk = CrashDisk(**options)
         self.faulty_disk = FaultyDisk(self.disk)
 
+    def revive(self) -> None:
+        """Let the disk be reached again, by the next process."""
+        self.faulty_disk = FaultyDisk(self.disk)
+
     def crash(self, *, power_cut: int | None = None) -> None:
         """End the process of every open cache at once; with a seed, the machine's power too. Nothing is closed in order."""
         self.faulty_disk.bury()
@@ -159,7 +163,7 @@ class Shelf:
         if not crashable:
             return DiskTier.open(self.directory, **options)
         if self.faulty_disk.died.is_set():
-            self.faulty_disk = FaultyDisk(self.disk)
+            self.revive()
         return DiskTier.open(self.disk.root / "kv", disk=self.faulty_disk, **options)
 
     def _clock(self) -> float:

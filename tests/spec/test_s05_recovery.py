@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from headstart.errors import TierUnavailable
 from headstart.testing.fake_kv import FakeKV
+from headstart.testing.faulty_disk import ProcessDied
 from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.testing.tier_contract import prompt
 
@@ -48,30 +51,61 @@ def test_a_killed_process_loses_nothing_that_a_ticket_confirmed(shelf) -> None:
     assert serves_truth(shelf.open("disk", crashable=True), KVS) == len(KVS)
 
 
-def test_dying_in_any_call_of_a_save_leaves_what_was_there_and_no_litter(shelf) -> None:
-    """Every single call to the disk is the last one once, done in part and done as a whole."""
-    before, during = KVS[:3], KVS[3:5]
-    for after in (False, True):
-        call = 0
-        while True:
-            call += 1
+@pytest.mark.parametrize("after", [False, True], ids=["half-done", "done"])
+@pytest.mark.parametrize("full", [False, True], ids=["into-free-space", "by-evicting"])
+def test_dying_in_any_call_of_a_save_leaves_what_was_there_and_no_litter(shelf, full: bool, after: bool) -> None:
+    """Every single call to the disk is the last one once."""
+    before = [prompt(12, seed=s) for s in range(100, 108)] if full else KVS[:3]
+    during = [prompt(9, seed=200), prompt(6, seed=201)] if full else KVS[3:5]
+    for call in itertools.count(1):
+        shelf.new_disk()
+        cache = shelf.open("disk", crashable=True, disk_bytes=1 << 20)
+        for kv in before:
+            save(cache, kv)
+        shelf.faulty_disk.die_at(call, after=after)
+        tickets = [cache.save(kv.tokens.tolist(), kv) for kv in during]
+        survived = shelf.wait_for_death_or(tickets)
+        shelf.crash()
+        cache = shelf.open("disk", crashable=True, disk_bytes=1 << 20)
+        assert cache.check() == []
+        whole = serves_truth(cache, before)
+        if not full:
+            assert whole == len(before)
+        serves_again(cache, during)
+        assert shelf.disk.allocated_bytes() <= shelf.tiers[0].statistics().capacity_bytes
+        assert [path for path in shelf.disk.files() if path.suffix == ".tmp"] == []
+        shelf.close()
+        if survived:
+            break
+    assert call > 4
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["half-done", "done"])
+@pytest.mark.parametrize("saved", [0, 4], ids=["a-new-directory", "a-used-directory"])
+def test_dying_in_any_call_of_opening_and_closing_is_made_good_by_the_next_start(shelf, saved: int, after: bool) -> None:
+    for call in itertools.count(1):
+        shelf.new_disk()
+        cache = shelf.open("disk", crashable=True)
+        for kv in KVS[:saved]:
+            save(cache, kv)
+        shelf.crash()
+        if not saved:
             shelf.new_disk()
-            cache = shelf.open("disk", crashable=True)
-            for kv in before:
-                save(cache, kv)
-            shelf.faulty_disk.die_at(call, after=after)
-            tickets = [cache.save(kv.tokens.tolist(), kv) for kv in during]
-            survived = shelf.wait_for_death_or(tickets)
-            shelf.crash()
-            cache = shelf.open("disk", crashable=True)
-            assert cache.check() == []
-            assert serves_truth(cache, before) == len(before)
-            serves_again(cache, during)
-            assert [path for path in shelf.disk.files() if path.name.endswith(".tmp")] == []
-            shelf.close()
-            if survived:
-                break
-        assert call > 4
+        shelf.revive()
+        shelf.faulty_disk.die_at(call, after=after)
+        with suppress(ProcessDied):
+            shelf.open("disk", crashable=True).close()
+        survived = not shelf.faulty_disk.died.is_set()
+        shelf.crash()
+        cache = shelf.open("disk", crashable=True)
+        assert cache.check() == []
+        assert serves_truth(cache, KVS[:saved]) == saved
+        serves_again(cache, KVS)
+        assert [path for path in shelf.disk.files() if path.suffix == ".tmp"] == []
+        shelf.close()
+        if survived:
+            break
+    assert call > 10
 
 
 @pytest.mark.parametrize("durability", ["none", "data"])

@@ -288,7 +288,6 @@ class TierContract:
         extent = put(tier, kv)
         with pytest.raises((StoreError, OSError)):
             read(tier, extent, len(kv.image()) - 4096, 8192)
-        tier.release([extent])
 
     # Books.
 
