@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
+import xxhash
 from disk_kit import CAPACITY, charged, extent_of, files, found, journals, save, segments
 
 from headstart.testing.crash_disk import CrashDisk
@@ -14,7 +16,7 @@ from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN
 from headstart.testing.tier_contract import located, prompt, put, read
 from headstart.tier.base import ExtentId
 from headstart.tier.disk import DiskTier, RealDisk
-from headstart.tier.disk.records import HEADER_BYTES
+from headstart.tier.disk.records import HEADER_BYTES, decode_journal_header
 
 SEEDS = range(6)
 
@@ -338,6 +340,25 @@ def test_a_directory_without_direct_io_works_and_says_so(tmp_path: Path) -> None
     assert not tier.bypasses_page_cache
     assert save(tier, 1)
     assert found(tier, [1]) == {1}
+    tier.close()
+
+
+def test_a_journal_with_records_of_a_later_version_is_left_as_it_is(root: Path) -> None:
+    path = journals(root)[0]
+    whole = path.read_bytes()
+    writer, generation, _ = decode_journal_header(whole)
+    unknown = struct.pack("<IB", 0, 99)
+    check = xxhash.xxh3_64(struct.pack("<16sIQ", writer, generation, len(whole)) + unknown).digest()
+    path.write_bytes(whole + unknown + check)
+    tier = open_tier(root)
+    assert found(tier, SEEDS) == set(SEEDS)
+    assert save(tier, 50)
+    tier.close()
+    assert path.read_bytes() == whole + unknown + check
+    assert len(journals(root)) == 2
+    tier = open_tier(root)
+    assert found(tier, [*SEEDS, 50]) == {*SEEDS, 50}
+    assert tier.check() == []
     tier.close()
 
 

@@ -21,13 +21,14 @@ from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
-from headstart.tier.disk.records import WRITER_BYTES, SegmentName, Snapshot
+from headstart.tier.disk.records import WRITER_BYTES, Record, SegmentName, Snapshot
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
 
 log = logging.getLogger(__name__)
 
 _SEQUENCES_SKIPPED = 1 << 16  # behind a damaged journal, whose lost records may have named some
+_FOREIGN = ("unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
 
 
@@ -46,12 +47,17 @@ def recover(
     for path in listing.temporary:
         _remove_if_abandoned(disk, path)
     tails = _open_tails(disk, directory, listing, counters)
-    own = next((tail for tail in tails if tail.take()), None)
     books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
+    own: JournalTail | None = None
     for tail in tails:
-        books.apply(tail.poll(), own=tail is own)
+        mine = own is None and tail.take()
+        records = _read(tail, counters)
+        # One that speaks of what this version does not know is not cut where that begins.
+        if mine and tail.stopped not in _FOREIGN:
+            own = tail
+        books.apply(records, own=tail is own)
     # After reading, so that a writer who is taken over by somebody else just now does not count as dead.
-    dead = {tail.writer for tail in tails if tail is not own and _is_dead(disk, directory, tail)}
+    dead = {t.writer for t in tails if t is not own and t.stopped not in _FOREIGN and _is_dead(disk, directory, t)}
     counters.add("journals_torn", sum(bool(tail.stopped) for tail in tails if tail is own or tail.writer in dead))
     books.finish_loading()
     reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
@@ -91,6 +97,15 @@ def _open_tails(disk: Disk, directory: Directory, listing: Listing, counters: Co
                 if error.reason != "journal-version":
                     _remove_if_abandoned(disk, directory.journal_path(writer, generation))
     return tails
+
+
+def _read(tail: JournalTail, counters: Counters) -> list[Record]:
+    try:
+        return tail.poll()
+    except (OSError, StoreError):
+        counters.add("journals_unreadable")
+        tail.stopped = "error"
+        return []
 
 
 def _remove_if_abandoned(disk: Disk, path: Path) -> None:
@@ -171,9 +186,8 @@ def _measure_segments(store: Store, dead: set[bytes]) -> None:
             unsealed.append(segment)
         if segment.settled and facts.size > segment.end:
             _cut(store, segment)
-        for offset, row in segment.rows.items():
-            if offset + books.place(row)[2] > facts.size:
-                short.append(books.id_of(row))
+        if segment.end > facts.size:
+            short += [books.id_of(row) for at, row in segment.rows.items() if at + books.place(row)[2] > facts.size]
     if short:  # the journal outlived the bytes: without durability "data" a power loss does that
         store.remove(short, reason="lost")
     store.seal(unsealed)

@@ -176,6 +176,12 @@ class Store:
         self.files.discard(segment)
         self.counters.add("segments_lost")
 
+    def recreate_if_lost(self) -> None:
+        """Begin anew if somebody removed the directory: what was in it shall not count as stored."""
+        with self.turn(wait_s=0) as mine, contextlib.suppress(OSError, StoreError):  # the next write says what is wrong
+            if mine and self._journal.lost:
+                self._recreate()
+
     def make_room(self) -> None:
         """Evict what lies above the capacity (which may have been lowered since)."""
         with self.turn() as mine:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
-from headstart.errors import ExtentCorrupt, StoreError
+from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, ExtentInfo, Placement, Problem, ReadRange, TierStatistics, WriteOutcome
 from headstart.tier.disk.books import Removal, Segment
@@ -82,6 +82,9 @@ class DiskTier:
             )
         except OSError as error:
             raise unavailable(directory, error) from error
+        except StoreError as error:
+            message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
+            raise TierUnavailable(message, tier=cls.name, path=directory) from error
         return cls(store, others, bypasses_page_cache=direct, clock=clock)
 
     def max_extent_bytes(self, representation: Representation) -> int:
@@ -167,8 +170,9 @@ class DiskTier:
         return self._store.remove(extents, reason=reason)
 
     def refresh(self) -> None:
-        """Take over what other processes did to the directory since the last look."""
+        """Take over what other processes did to the directory since the last look, removing it included."""
         self._look_due = self._clock() + REFRESH_INTERVAL_S
+        self._store.recreate_if_lost()
         self._follow()
 
     def scan(self) -> Iterator[ExtentInfo]:
@@ -258,8 +262,13 @@ class DiskTier:
         return count >= 0
 
     def _hold(self, segment: Segment) -> Handle | None:
+        """Hold a segment's file. None, and its extents are forgotten, where it is gone or is not what it was."""
+        store = self._store
         try:
-            return self._store.files.hold(segment)
+            with store.files.held(segment) as handle:
+                if store.disk.facts(handle).links:
+                    return store.files.hold(segment)
+            store.lost_segment(segment)  # it could still be read, but nobody would ever find it again
         except ExtentCorrupt as error:
             self._counters.add(f"read_failed_{error.reason}")
             self._store.drop_segment(segment)
