@@ -41,7 +41,7 @@ def seal_random(
     tokens = [source.randrange(2**32) for _ in range(blocks * BLOCK_TOKENS)]
     parent = source.randbytes(32)
     if representation.varies and piece_bytes is None:
-        sizes = [[source.randrange(200) if n is None else n for _ in range(pieces)] for n in representation.layer_bytes]
+        sizes = [[1 + source.randrange(200) if n is None else n for _ in range(pieces)] for n in representation.layer_bytes]
         piece_bytes = np.array(sizes, np.uint32)
     layout = layout_of(
         representation,

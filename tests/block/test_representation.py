@@ -50,6 +50,9 @@ def test_digests_are_equal_only_for_equal_representations(one, other):
         {"piece_tokens": 128},
         {"quantisation": "int8"},
         {"shard": "0/2"},
+        {"state": "required"},
+        {"layer_numbers": (0, 2)},
+        {"layer_numbers": (2, 3)},
     ],
 )
 def test_every_difference_in_layout_gives_another_digest(change):
@@ -114,6 +117,11 @@ def test_another_format_version_is_named():
         {"layer_bytes": (0,)},
         {"layer_bytes": (2**32,)},
         {"layer_bytes": (1,) * 65536},
+        {"layer_numbers": (0,)},
+        {"layer_numbers": (1, 1)},
+        {"layer_numbers": (-1, 1)},
+        {"layer_numbers": (0, 2**32)},
+        {"state": "maybe"},
         {"piece_tokens": 0},
         {"piece_tokens": 96},
         {"shard": "2/2"},

@@ -68,7 +68,8 @@ _FLAG_VARIES = 2
 _FLAG_STATE = 4
 
 # magic, format version, header bytes, header check | flags, blocks, extent bytes, block tokens, piece tokens, layers,
-# algorithm, retention length, state offset, state bytes, state check, created_ms, extras bytes, zero, representation, parent
+# algorithm, retention length, state offset, state bytes, state check, created_ms, extras bytes, check key, representation,
+# parent
 _HEAD = struct.Struct("<8sII16s")
 _FIXED = struct.Struct("<8sII16sIIQIIIHHQQ16sQII32s32s")
 _CHECK_AT = 16
@@ -270,7 +271,7 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
         state_check,
         created_ms,
         extras_bytes,
-        zero,
+        check_key,
         digest,
         parent,
     ) = _FIXED.unpack_from(owned)
@@ -285,7 +286,7 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
     _agree("block tokens", block_tokens, BLOCK_TOKENS)
     _agree("piece tokens", piece_tokens, representation.piece_tokens)
     _agree("layers", layers, representation.layers)
-    _agree("reserved field", zero, 0)
+    _agree("check key", check_key, 0)  # no algorithm of this version takes one
     _agree("flags", flags, _flags(varies=representation.varies, extras_bytes=extras_bytes, state_bytes=state_bytes))
     _agree("blocks outside whole pieces", blocks % representation.blocks_per_piece, 0)
     pieces = blocks // representation.blocks_per_piece

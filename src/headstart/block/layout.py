@@ -155,6 +155,8 @@ def _piece_ends(
     shape = (representation.layers, pieces)
     if piece_bytes is None or piece_bytes.shape != shape or piece_bytes.dtype != np.uint32:
         raise ValueError(f"this representation's pieces vary in size; give piece_bytes as u32 of shape {list(shape)}")
+    if not piece_bytes.all():
+        raise ValueError("a piece of 0 bytes is not possible; pieces that vary have at least 1")
     for layer, nbytes in enumerate(representation.layer_bytes):
         if nbytes is not None and (piece_bytes[layer] != nbytes).any():
             raise ValueError(f"piece_bytes differs from the {nbytes} bytes that every piece of layer {layer} has")

@@ -20,20 +20,24 @@ from headstart.errors import ExtentCorrupt
 FORMAT_VERSION = 1
 
 KVKind = Literal["mha", "gqa", "mla", "opaque"]
+BoundaryState = Literal["none", "required"]
 
 MAX_LAYERS = 0xFFFF
 _MAX_NAME_BYTES = 255
 _U32_MAX = 0xFFFF_FFFF
 _VARIES = 0  # a layer's bytes on a medium where pieces differ in size
 _SHARD = re.compile(r"replicated|(0|[1-9][0-9]*)/([1-9][0-9]*)", re.ASCII)
-_TAGS = (1, 2, 3, 4, 5, 6, 7, 8, 9)  # version, block tokens, kind, layout, dtype, quantisation, shard, piece tokens, layers
+# version, block tokens, kind, layout, dtype, quantisation, shard, piece tokens, state, layer numbers, layer bytes
+_TAGS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 
 
 @dataclass(frozen=True, slots=True)
 class Representation:
     """`layer_bytes[l]`: bytes of one piece in layer l, or None where it varies (opaque states; lengths then stand in the
-    extent). `layout`: the writing engine's byte layout by name and version, e.g. "torch/token-kv-head-dim/1".
-    `shard`: "replicated", or "rank/ranks" of the split that holds part of each block."""
+    extent). `layer_numbers[l]`: which of the model's layers that is; left out, 0, 1, … A pipeline stage or a group of layers
+    holds some of them, and its bytes must not pass for another's. `layout`: the writing engine's byte layout by name and
+    version, e.g. "torch/token-kv-head-dim/1". `shard`: "replicated", or "rank/ranks" of the split that holds part of each
+    block. `state`: "required" where blocks are of use only up to the end of an extent that carries a boundary state."""
 
     kind: KVKind
     layout: str
@@ -42,13 +46,19 @@ class Representation:
     piece_tokens: int = BLOCK_TOKENS
     quantisation: str = "none"
     shard: str = "replicated"
+    state: BoundaryState = "none"
+    layer_numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.layer_numbers == tuple(range(len(self.layer_bytes))):
+            object.__setattr__(self, "layer_numbers", ())  # one way to say it, so that equal meanings are equal values
         if self.kind not in get_args(KVKind):
             raise ValueError(f"KV kind {self.kind!r} is unknown; it is one of {', '.join(get_args(KVKind))}")
         for name in ("layout", "dtype", "quantisation"):
             if not 1 <= len(getattr(self, name).encode()) <= _MAX_NAME_BYTES:
                 raise ValueError(f"a representation's {name} must be 1 to {_MAX_NAME_BYTES} bytes, not {getattr(self, name)!r}")
+        if self.state not in get_args(BoundaryState):
+            raise ValueError(f"a representation's state is {self.state!r}; it is one of {', '.join(get_args(BoundaryState))}")
         split = _SHARD.fullmatch(self.shard)
         if split is None or len(self.shard) > _MAX_NAME_BYTES or (split[1] is not None and int(split[1]) >= int(split[2])):
             raise ValueError(f'shard {self.shard!r} is neither "replicated" nor "rank/ranks"')
@@ -56,6 +66,9 @@ class Representation:
             raise ValueError(f"piece_tokens is {self.piece_tokens}; it must be a multiple of {BLOCK_TOKENS}")
         if not 1 <= len(self.layer_bytes) <= MAX_LAYERS:
             raise ValueError(f"a representation has {len(self.layer_bytes)} layers; 1 to {MAX_LAYERS} are possible")
+        numbers = self._numbers
+        if not len(set(numbers)) == len(numbers) == len(self.layer_bytes) or min(numbers) < 0 or max(numbers) > _U32_MAX:
+            raise ValueError(f"{len(self.layer_bytes)} layers are numbered {numbers}; give each one number of its own")
         for nbytes in self.layer_bytes:
             if nbytes is not None and not 0 < nbytes <= _U32_MAX:
                 raise ValueError(f"a piece of {nbytes} bytes in one layer is not possible; 1 to {_U32_MAX} are")
@@ -63,6 +76,10 @@ class Representation:
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return self.layer_numbers or tuple(range(len(self.layer_bytes)))
 
     @property
     def blocks_per_piece(self) -> int:
@@ -94,6 +111,8 @@ class Representation:
             self.quantisation.encode(),
             self.shard.encode(),
             _u32(self.piece_tokens),
+            self.state.encode(),
+            _u32(*self._numbers),
             _u32(*(_VARIES if nbytes is None else nbytes for nbytes in self.layer_bytes)),
         )
         return b"".join(frame(tag, value) for tag, value in zip(_TAGS, values, strict=True))
@@ -121,7 +140,10 @@ class Representation:
                 raise ValueError(f"blocks are not of {BLOCK_TOKENS} tokens")
             kind, layout, dtype, quantisation, shard = (value.decode() for value in values[2:7])
             (piece_tokens,) = struct.unpack("<I", values[7])
-            sizes = struct.unpack(f"<{len(values[8]) // 4}I", values[8])
+            state = values[8].decode()
+            numbers, sizes = (struct.unpack(f"<{len(value) // 4}I", value) for value in values[9:11])
+            if not numbers:
+                raise ValueError("no layer has a number")
             return cls(
                 kind=cast(KVKind, kind),
                 layout=layout,
@@ -130,6 +152,8 @@ class Representation:
                 piece_tokens=piece_tokens,
                 quantisation=quantisation,
                 shard=shard,
+                state=cast(BoundaryState, state),
+                layer_numbers=numbers,
             )
         except (ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
             raise ExtentCorrupt(f"a representation cannot be read: {error}", reason="representation") from error
