@@ -237,7 +237,7 @@ def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_byt
     jobs: list[tuple[int, int]] = []  # (file, offset)
     arena = Arena(threads * request_bytes, name="demo")
     arena.touch(arena.capacity_bytes)
-    descriptors = [os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)) for path in paths]
+    descriptors = [_open_direct(path) for path in paths]
     try:
         for fd in descriptors:
             jobs += [(fd, offset) for offset in range(0, os.fstat(fd).st_size, request_bytes)]
@@ -260,6 +260,13 @@ def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_byt
             os.close(fd)
 
 
+def _open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system that has no such thing; the page cache then takes part
+        return os.open(path, os.O_RDONLY)
+
+
 def probe(model: str, cache: Path, *, asked: Sequence[tuple[str, int]], compare: str | None) -> Probed:
     """Ask an engine in a process of its own: this one must hold no tensor library and its threads while servers are timed."""
     request = ProbeRequest(
@@ -271,13 +278,16 @@ def probe(model: str, cache: Path, *, asked: Sequence[tuple[str, int]], compare:
         compare=None if compare is None else messages_for(compare),
         max_tokens=MAX_TOKENS,
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "headstart.cli.demo_probe"],
-        input=msgspec.json.encode(request),
-        capture_output=True,
-        timeout=900,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "headstart.cli.demo_probe"],
+            input=msgspec.json.encode(request),
+            capture_output=True,
+            timeout=900,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HeadstartError("measuring the floor took longer than a quarter of an hour; is the machine busy?") from error
     if done.returncode != 0:
         raise HeadstartError(f"measuring the floor failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)
