@@ -224,7 +224,8 @@ with Shelf(Path(sys.argv[1])) as shelf:
     cache = shelf.open_small("disk")
     print("open", flush=True)
     for seed in range(int(sys.argv[2]), 10**6):
-        save(cache, prompt(1 + seed % 9, seed=seed))
+        result = save(cache, prompt(1 + seed % 9, seed=seed))
+        assert result.reason is None, result
         print(seed, flush=True)
 """
 

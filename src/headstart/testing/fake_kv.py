@@ -13,7 +13,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class FakeKV:
         """Full pieces that the prompt has."""
         return len(self._digests)
 
-    @property
+    @cached_property
     def keys(self) -> list[BlockKey]:
         """The keys of the blocks of all full pieces."""
         tokens = self.tokens[: self.pieces * self.representation.piece_tokens]
@@ -104,6 +104,7 @@ class FakeKV:
         """Return the 4 KiB-aligned image of an extent that holds `pieces` pieces from `first` on, as a tier is given it.
         `keys` replaces the prompt's own: what a hash collision would leave behind."""
         count = self.pieces - first if pieces is None else pieces
+        representation = self.representation.digest
         per_piece = self.representation.blocks_per_piece
         blocks = range(first * per_piece, (first + count) * per_piece)
         keys = self.keys if keys is None else keys
@@ -129,7 +130,7 @@ class FakeKV:
                 checks[layer, i] = np.frombuffer(
                     piece_check(
                         algorithm="xxh3-128",
-                        representation=self.representation.digest,
+                        representation=representation,
                         key=keys[(first + i + 1) * per_piece - 1],
                         layer=layer,
                         buffers=[content.data],
@@ -137,7 +138,7 @@ class FakeKV:
                     dtype=np.uint8,
                 )
         header = ExtentHeader(
-            representation=self.representation.digest,
+            representation=representation,
             parent=keys[blocks[0] - 1] if blocks[0] else self.identity.root(),
             keys=tuple(keys[b] for b in blocks),
             tokens=self.tokens[blocks[0] * BLOCK_TOKENS : (blocks[-1] + 1) * BLOCK_TOKENS],
