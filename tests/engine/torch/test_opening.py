@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copy, copytree
+from typing import Any
 
 import pytest
+import torch
 from held_cache import eventually
 from reference import ask, some_tokens
 
 from headstart.config import CacheConfig, Config, EngineConfig
-from headstart.engine.torch import open_engine
+from headstart.engine.torch import open_engine, opening
 from headstart.engine.torch.engine import TorchEngine
 from headstart.errors import ConfigError, ModelError
 
@@ -83,3 +86,40 @@ def test_a_cache_directory_that_cannot_be_used_does_not_stop_the_engine(tiny_mod
 def test_a_size_that_is_no_size_is_a_configuration_error(tiny_model_folder: Folders, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         _open(tiny_model_folder("llama"), _config(tmp_path, kv_memory="plenty"))
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "another.safetensors"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_model_that_changes_while_it_is_loaded_is_refused(
+    tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, enabled: bool
+) -> None:
+    folder = copytree(tiny_model_folder("llama"), tmp_path / "model")
+    real = opening.load_model
+
+    def load_and_replace(*args: Any, **settings: Any) -> Any:
+        model = real(*args, **settings)
+        copy(folder / changed if "another" not in changed else folder / "model.safetensors", folder / "new")
+        (folder / "new").rename(folder / changed)
+        return model
+
+    monkeypatch.setattr(opening, "load_model", load_and_replace)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        _open(folder, _config(tmp_path, enabled=enabled))
+
+
+def test_weights_that_are_written_over_later_do_not_change_the_running_model(
+    tiny_model_folder: Folders, tmp_path: Path
+) -> None:
+    folder = copytree(tiny_model_folder("llama"), tmp_path / "model")
+    with _open(folder, _config(tmp_path, enabled=False)) as engine:
+        before = engine.next_logits([1, 2, 3])
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-4096, 2)
+            file.write(b"\x3f" * 4096)
+        assert torch.equal(engine.next_logits([1, 2, 3]), before)
+
+
+def test_hashing_a_checkpoint_is_a_stage_of_its_own(tiny_model_folder: Folders, tmp_path: Path) -> None:
+    stages: list[str] = []
+    with open_engine(tiny_model_folder("llama"), _config(tmp_path), on_progress=lambda stage, _: stages.append(stage)):
+        assert "reading the weights' identity" in stages

@@ -92,7 +92,12 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
     _refuse_unserved(config, folder)
     try:
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=choose_dtype(dtype, place), local_files_only=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=choose_dtype(dtype, place),
+            local_files_only=True,
+            use_safetensors=True,  # other files have no part in the model's identity
+            output_loading_info=True,
         )
     # safetensors and torch raise errors of their own kinds (SafetensorError, UnpicklingError …) for damaged files.
     except Exception as error:
@@ -104,12 +109,19 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
             "fetch it again",
             folder=folder,
         )
+    _make_private(module)
     model = TorchModel(module.eval().to(place).requires_grad_(False), name=folder.name)
     on_progress("loading weights", 1.0)
     on_progress("checking the model", 0.0)
     probe(model)
     on_progress("checking the model", 1.0)
     return model
+
+
+def _make_private(module: Any) -> None:
+    """Copy weights that are a mapping of their file: whoever writes into it would change, or kill, the running model."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def probe(model: TorchModel) -> None:

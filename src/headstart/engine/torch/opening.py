@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from headstart.block.identity import Identity
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import Config, parse_size
 from headstart.engine.base import EngineInfo
-from headstart.engine.checkpoint import identity_of
+from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
@@ -25,7 +26,7 @@ _LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
 def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> TorchEngine:
     """See `headstart.engine.torch.open_engine`."""
     use_physical_cores()
-    model = load_model(folder, device=config.engine.device, dtype=config.engine.dtype, on_progress=on_progress)
+    identity, model = _load_identified(folder, config, on_progress)
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)
     try:
@@ -35,7 +36,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
             f"{capacity} bytes of KV memory cannot be had ({error}); lower engine.kv_memory", key="engine.kv_memory"
         ) from error
     memory.touch(context)  # one request's worth; the engine does the rest when it is idle
-    cache, said = _open_cache(folder, config, model)
+    cache, said = _open_cache(identity, config, model)
     engine = TorchEngine(
         model,
         memory,
@@ -58,6 +59,32 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     engine.warm_up()
     on_progress("ready", 1.0)
     return engine
+
+
+def _load_identified(
+    folder: Path, config: Config, on_progress: Callable[[str, float | None], None]
+) -> tuple[Identity | None, TorchModel]:
+    """Return the model and the identity of the very bytes that it was loaded from; no identity where nothing is cached.
+
+    The KV of other weights must never be saved under an identity, so a folder that changes meanwhile is refused."""
+    before = _facts(folder)
+    identity = None
+    if config.cache.enabled:
+        on_progress("reading the weights' identity", None)
+        identity = identity_of(folder, digests=config.models_directory.expanduser() / "digests.json")
+    model = load_model(folder, device=config.engine.device, dtype=config.engine.dtype, on_progress=on_progress)
+    if _facts(folder) != before:
+        raise ModelError(f"{folder} changed while it was loaded; start again when it is complete", path=folder)
+    return identity, model
+
+
+def _facts(folder: Path) -> list[tuple[str, int, int, int, int, int]]:
+    """What differs, whenever the bytes of the configuration or of weights do."""
+    try:
+        facts = [(path.name, path.stat()) for path in (folder / "config.json", *weight_files(folder))]
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}", path=folder, errno=error.errno) from error
+    return [(name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in facts]
 
 
 def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
@@ -97,11 +124,10 @@ def _tokens_that_fit(model: TorchModel, capacity: int, *, below: int) -> int:
     return tokens
 
 
-def _open_cache(folder: Path, config: Config, model: TorchModel) -> tuple[PrefixCache | None, str]:
+def _open_cache(identity: Identity | None, config: Config, model: TorchModel) -> tuple[PrefixCache | None, str]:
     """Return the cache, or None, and one sentence about it."""
-    if not config.cache.enabled:
+    if identity is None:
         return None, "off by configuration"
-    identity = identity_of(folder, digests=config.models_directory.expanduser() / "digests.json")
     cache = open_cache(config.cache, identity=identity, representation=model.shape.representation(query_heads=model.heads))
     tiers = [tier.name for tier in cache.statistics().tiers]
     if not tiers:
