@@ -182,6 +182,13 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other(
     assert good.result().finish == "length"
 
 
+def test_settings_at_the_edge_of_numbers_end_no_stream(engine: TorchEngine) -> None:
+    stream = ask(engine, some_tokens(10), 100)
+    edges = [Sampling(temperature=1e-39), Sampling(temperature=1, top_p=1e-46), Sampling(temperature=1e308, top_k=2)]
+    answers = [ask(engine, some_tokens(20), 10, sampling=sampling) for sampling in edges]
+    assert [answer.result().finish for answer in (*answers, stream)] == ["length"] * 4
+
+
 def test_an_exception_in_a_step_ends_its_requests_and_the_engine_goes_on(
     model: TorchModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

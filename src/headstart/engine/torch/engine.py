@@ -336,9 +336,10 @@ class TorchEngine:
                     if load.overdue or self._closing or self._mail:
                         raise _Abandoned from error
 
-    def _deliver(self, sequence: Sequence, token: int | None) -> None:
-        if token is None:
-            self._end(sequence, "error", error="the model gave logits that are not finite; its weights or dtype are at fault")
+    def _deliver(self, sequence: Sequence, token: int | str) -> None:
+        if isinstance(token, str):
+            self._counters.add("choice_faults")
+            self._end(sequence, "error", error=token)
             return
         if sequence.first_token_s is None:
             sequence.first_token_s = time.monotonic()
