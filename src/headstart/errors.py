@@ -6,6 +6,7 @@ machine, 4 for a medium or network that failed, 1 for anything else.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 
@@ -25,6 +26,10 @@ class HeadstartError(Exception):
         if name in facts:
             return facts[name]
         raise AttributeError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call the class with its message alone, which not every class here can be made from.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(HeadstartError):
@@ -62,13 +67,13 @@ class RequestError(HeadstartError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt (and what it asks to generate) does not fit; `prompt_tokens` and `context_tokens` are both given."""
+    """The prompt (and what it asks to generate) does not fit; `prompt_tokens`, or fewer, and `context_tokens` are given."""
 
-    def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int) -> None:
+    def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int, param: str = "messages") -> None:
         super().__init__(
             message,
             code="context_length_exceeded",
-            param="messages",
+            param=param,
             prompt_tokens=prompt_tokens,
             context_tokens=context_tokens,
         )

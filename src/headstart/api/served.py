@@ -41,14 +41,13 @@ class Served:
         context = self.engine.info.context_tokens
         room = context - len(prompt)
         if room < 1:
-            error = ContextLengthExceeded(
+            raise ContextLengthExceeded(
                 f"the prompt has {len(prompt)} tokens, but the context of {self.name} is {context} tokens and an answer needs "
                 "at least one; shorten the prompt",
                 prompt_tokens=len(prompt),
                 context_tokens=context,
+                param=prompt_param,
             )
-            error.facts["param"] = prompt_param
-            raise error
         return GenerationRequest(
             id=id,
             prompt=prompt,
