@@ -160,6 +160,45 @@ def test_aborts_in_every_state_free_everything_once(model: TorchModel) -> None:
         assert ask(engine, some_tokens(10)).result().finish == "length"
 
 
+@pytest.mark.parametrize(
+    ("aborted", "given_up"),
+    [(["stream"], False), (["stream", "other"], False), (["prompt"], True), (["stream", "other", "prompt"], True)],
+)
+def test_a_step_is_given_up_for_its_prompt_only_or_when_nobody_is_left(
+    model: TorchModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, aborted: list[str], given_up: bool
+) -> None:
+    real = model.forward
+    outcomes: list[bool] = []
+
+    def forward(tokens: Any, step: Any, *, rows: Any) -> torch.Tensor:
+        before_layer = step.before_layer
+
+        def abort_in_the_middle(layer: int) -> None:
+            if layer == 1:
+                for name in aborted:
+                    engine.abort(name)
+            before_layer(layer)
+
+        if len(step.segments) < 3 or outcomes:
+            return real(tokens, step, rows=rows)
+        step.before_layer = abort_in_the_middle
+        outcomes.append(True)
+        logits = real(tokens, step, rows=rows)
+        outcomes[0] = False
+        return logits
+
+    monkeypatch.setattr(model, "forward", forward)
+    answers = {name: ask(engine, some_tokens(10), 400, id=name) for name in ("stream", "other")}
+    for answer in answers.values():
+        assert answer.first_token.wait(30)
+    answers["prompt"] = ask(engine, some_tokens(300), 4, id="prompt")
+    for name in aborted:
+        assert answers[name].result().finish == "abort"
+    assert outcomes == [given_up]
+    if "prompt" not in aborted:
+        assert answers["prompt"].result().finish == "length"
+
+
 def test_logits_that_are_not_finite_end_one_request_and_no_other(
     model: TorchModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -315,13 +315,17 @@ class TorchEngine:
                 self._adopt(item.sequence, item.sequence.load.outcome())
             item.sequence.computed += item.count
         for sequence, token in zip(complete, chosen, strict=True):
+            if sequence.aborted:
+                continue  # its last event comes before the next step
             self._deliver(sequence, token)
             if sequence.generated == 1 and not sequence.ended:
                 self._save(sequence)  # the prompt; only now, so that the first token does not wait for it
 
     def _before_layer(self, work: Several[Work], layer: int) -> None:
-        """Wait until the layer is there for all of the step, or give the step up."""
-        if self._closing or any(item.sequence.aborted for item in work):
+        """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
+        the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
+        wanted = [item for item in work if not item.sequence.aborted]
+        if self._closing or not wanted or any(item.sequence.aborted and not item.sequence.decoding for item in work):
             raise _Abandoned
         for item in work:
             load = item.sequence.load
