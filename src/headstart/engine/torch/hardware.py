@@ -13,12 +13,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(asked: str) -> torch.device:
-    """Return the device for "auto", "cpu", "cuda" or "mps". Raises ConfigError for one that is not here."""
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """Return the device for "auto", "cpu", "cuda", "cuda:N" or "mps". Raises ConfigError for one that is not here."""
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = {"cuda": cuda > 0, "mps": torch.backends.mps.is_available(), "cpu": True}
     if asked == "auto":
         return torch.device(next(name for name, there in here.items() if there))
-    if not here.get(asked, False):
+    kind, _, number = asked.partition(":")
+    if not here.get(kind, False) or (number and (kind != "cuda" or int(number) >= cuda)):
         names = ", ".join(name for name, there in here.items() if there)
+        names += "".join(f", cuda:{device}" for device in range(cuda))
         raise ConfigError(f"engine.device is {asked!r}, and this machine has: auto, {names}", key="engine.device")
     return torch.device(asked)
 
