@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +246,14 @@ def test_retention_and_salt_travel_with_the_extent() -> None:
         save(cache, kv, retention="agent")
         assert [info.retention for info in tier.scan()] == ["agent"]
         assert load(cache, prompt(641, salt="tenant")).usable_tokens == 640
+
+
+@pytest.mark.parametrize("wrong", [{"retention": ""}, {"retention": "x" * 65}, {"retention": "a\nb"}, {"shared_tokens": -1}])
+def test_what_can_never_be_saved_is_refused_at_the_door(wrong: dict[str, Any]) -> None:
+    with cache_of(disk()) as cache:
+        with pytest.raises(ValueError, match=r"retention|shared_tokens"):
+            cache.save(prompt(64).tokens, prompt(64), **wrong)
+        assert "save_calls" not in cache.statistics().counters
 
 
 def test_a_ticket_reads_well_in_a_log(caplog: pytest.LogCaptureFixture) -> None:

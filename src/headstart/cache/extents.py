@@ -39,8 +39,6 @@ class Saved(Protocol):
 class ExtentBuilder:
     """Builds one extent at a time in its own staging memory; an image is good until the next `build`. For one thread."""
 
-    limit_bytes = EXTENT_BYTES
-
     def __init__(self, representation: Representation) -> None:
         self.largest_bytes_per_token = 0  # seen so far
         self._representation = representation

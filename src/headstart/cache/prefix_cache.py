@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain, chain_keys, token_bytes
+from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
 from headstart.cache.faults import Quarantine, counted
 from headstart.cache.lease import Lease, Source
@@ -93,6 +94,7 @@ class PrefixCache:
         """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life.
 
         131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
+        _require_shared(shared_tokens)
         data = token_bytes(tokens)
         prompt_tokens = np.frombuffer(data, dtype="<u4")
         pieces = max(0, len(prompt_tokens) - 1) // self.representation.piece_tokens  # a token is left to compute
@@ -124,7 +126,10 @@ class PrefixCache:
         retention: str = "default",
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
-        (`ticket.add_done_callback(region.release)`)."""
+        (`ticket.add_done_callback(region.release)`). Raises ValueError for what can never be saved: a `retention` that is no
+        name of 1 to 64 printable bytes, negative `shared_tokens`."""
+        encode_retention(retention)
+        _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
         whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
         self._counters.add("save_calls")
@@ -248,6 +253,11 @@ class PrefixCache:
         if not runs:
             reason = "closed" if self._closed else "absent" if asked else "short"
             self._counters.add(f"match_missed_{reason}")
+
+
+def _require_shared(shared_tokens: int) -> None:
+    if shared_tokens < 0:  # checked here, not where keys are made: a save makes them in another thread
+        raise ValueError(f"shared_tokens is {shared_tokens}; it counts tokens from the start of the prompt")
 
 
 def _size(nbytes: int) -> str:

@@ -184,7 +184,7 @@ class Saver:
         targets = [_Target(tier) for tier in self._tiers]
         try:
             for target in targets:
-                if self._limit(target) < self._builder.least_bytes:
+                if target.tier.max_extent_bytes(self._representation) < self._builder.least_bytes:
                     target.reason = "too-large"  # or it would cut every extent to one piece for the others
             present = [self._hold(target, keys) >= 0 for target in targets]
             written_bytes = 0
@@ -208,7 +208,7 @@ class Saver:
                 for target in targets:
                     target.reason = target.reason or "closed"
             targets = [target for target in targets if target.reason is None]
-            limits = [self._limit(target) for target in targets]
+            limits = [target.tier.max_extent_bytes(self._representation) for target in targets]
             if not targets:
                 break
             image, count = self._builder.build(request, keys, first, end - first, limit_bytes=min(limits))
@@ -225,10 +225,6 @@ class Saver:
                     target.reason = outcome  # what follows is this prompt's tail: this tier goes without it
             first += count
         return written_bytes
-
-    def _limit(self, target: _Target) -> int:
-        limit = getattr(target.tier, "max_extent_bytes", None)
-        return self._builder.limit_bytes if limit is None else int(limit(self._representation))
 
     def _hold(self, target: _Target, keys: Sequence[BlockKey]) -> npt.NDArray[np.int64]:
         """Lease the extents in which the pieces of `keys` lie; return them, -1 where a piece is absent."""

@@ -58,8 +58,6 @@ class FaultyTier:
         self.inner = inner
         self.name = inner.name
         self.stalled = Event()  # set once a call waits, so that a test need not sleep
-        if hasattr(inner, "max_extent_bytes"):  # not every tier has a bound of its own
-            self.max_extent_bytes = inner.max_extent_bytes
         self._stall_s = stall_s
         self._lock = Lock()
         self._resume = Event()
@@ -79,6 +77,9 @@ class FaultyTier:
             self._faults.clear()
             self.stalled.clear()
             self._resume.set()
+
+    def max_extent_bytes(self, representation: Representation) -> int:
+        return self.inner.max_extent_bytes(representation)
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._strike("locate")

@@ -85,6 +85,10 @@ class Tier(Protocol):
     name: str
     trusted: bool  # bytes come from this process's own memory and need no verification
 
+    def max_extent_bytes(self, representation: Representation) -> int:
+        """Return the largest image that `write` takes."""
+        ...
+
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         """Return where each key lies. Does not extend any block's life."""
         ...
