@@ -73,6 +73,14 @@ def test_a_context_that_kv_memory_cannot_hold_is_cut_to_what_it_can(
         _open(tiny_model_folder("llama"), _config(tmp_path, enabled=False, kv_memory="60000"))
 
 
+@pytest.mark.parametrize("context", [2, 64, 65])
+def test_a_context_shorter_than_the_warm_up_can_be_served(tiny_model_folder: Folders, tmp_path: Path, context: int) -> None:
+    config = _config(tmp_path, context=context, max_running=1, kv_memory="auto")
+    with _open(tiny_model_folder("llama"), config) as engine:
+        assert engine.info.context_tokens == context
+        assert ask(engine, some_tokens(context - 1)).result().finish == "length"
+
+
 def test_a_cache_directory_that_cannot_be_used_does_not_stop_the_engine(tiny_model_folder: Folders, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with _open(tiny_model_folder("llama"), _config(tmp_path, directory="file")) as engine:

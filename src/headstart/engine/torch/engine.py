@@ -159,7 +159,12 @@ class TorchEngine:
 
     def warm_up(self) -> None:
         """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use."""
-        self._call(lambda: measure_floor(self.model, self._memory, None, [1] * 65, cached_tokens=64, rounds=1, chunk_tokens=64))
+        tokens = [1] * min(65, self.info.context_tokens)
+        self._call(
+            lambda: measure_floor(
+                self.model, self._memory, None, tokens, cached_tokens=len(tokens) - 1, rounds=1, chunk_tokens=64
+            )
+        )
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the engine's thread, between two steps."""
