@@ -131,6 +131,11 @@ def test_stop_ids_come_from_tokenizer_configuration_and_template(tokenizer_folde
         ("tokenizer.json", b'{"version": "1.0", "mod', "tokenizer.json is not valid JSON"),
         ("tokenizer.json", b"{}", "tokenizer.json describes no tokenizer"),
         ("tokenizer.json", b'{"version": "1.0", "model": {"type": "Nonsense"}}', "cannot be loaded"),
+        (
+            "tokenizer.json",
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [{"id": "x"}]}',
+            "cannot be loaded",
+        ),
         ("tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
         ("generation_config.json", b"\xff", "generation_config.json is not valid JSON"),
     ],

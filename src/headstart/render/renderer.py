@@ -109,8 +109,8 @@ def _load_tokenizer(folder: Path) -> Any:
         raise MissingExtra("rendering prompts needs transformers: pip install 'headstart[torch]'", extra="torch") from error
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}", path=file) from error
+    except Exception as error:  # tokenizers raises no narrower kind for a file that it cannot read
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}; fetch the model again", path=file) from error
 
 
 def _json(file: Path) -> dict[str, Any]:
