@@ -36,6 +36,11 @@ def test_arguments_of_a_tool_call_become_an_object() -> None:
         assert message == {"role": "assistant", "content": "", "tool_calls": [as_object]}
 
 
+@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "assistant"}])
+def test_an_assistant_s_turn_without_text_is_empty(message: dict[str, Any]) -> None:
+    assert normal_messages([USER, message])[1] == {"role": "assistant", "content": ""}
+
+
 @pytest.mark.parametrize("arguments", ["", " ", "{}"])
 def test_empty_arguments_are_an_empty_object(arguments: str) -> None:
     call = {"function": {"name": "look", "arguments": arguments}}
@@ -61,7 +66,7 @@ def test_what_the_client_sent_is_left_unchanged() -> None:
         ([USER, {"role": "robot", "content": "x"}], "messages[1].role"),
         ([USER, {"role": ["user"], "content": "x"}], "messages[1].role"),
         ([USER, USER, {"role": "user"}], "messages[2].content"),
-        ([USER, USER, {"role": "assistant", "content": None}], "messages[2].content"),
+        ([USER, USER, {"role": "tool", "content": None}], "messages[2].content"),
         ([{"role": "user", "content": 7}], "messages[0].content"),
         ([{"role": "user", "content": {"type": "text", "text": "x"}}], "messages[0].content"),
         ([{"role": "user", "content": [text("a"), "b"]}], "messages[0].content[1]"),

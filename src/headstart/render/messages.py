@@ -50,7 +50,8 @@ def _message(message: object, where: str) -> dict[str, Any]:
     normal = {
         **message,
         "role": "system" if role == "developer" else role,  # templates know the older word
-        "content": _content(message.get("content"), f"{where}.content", optional=bool(calls)),
+        # An assistant's turn may be without text: beside calls, or where a client keeps a turn that said nothing.
+        "content": _content(message.get("content"), f"{where}.content", optional=role == "assistant"),
     }
     normal.pop("tool_calls", None)
     if calls:
