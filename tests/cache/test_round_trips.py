@@ -12,7 +12,7 @@ from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache import extents as extents_module
 from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, TINY, UNEVEN, FakeDestination, FakeKV
-from headstart.testing.round_trip import load, match, save
+from headstart.testing.round_trip import finish, load, match, save
 from headstart.tier.memory import MemoryTier
 
 KINDS = pytest.mark.parametrize("representation", [TINY, UNEVEN, PAGED, OPAQUE], ids=["tiny", "uneven", "paged", "opaque"])
@@ -149,6 +149,18 @@ def test_a_miss_is_an_empty_lease_and_an_empty_load() -> None:
         running = lease.load(into=FakeDestination(TINY, 1))
         running.wait(0)
         assert (running.result(), running.tokens_by_tier, running.done) == (0, {}, True)
+
+
+@pytest.mark.parametrize(("leave", "hit"), [(0, 640), (1, 576), (64, 576), (65, 512), (1000, 0)])
+def test_as_many_tokens_are_left_as_the_caller_says(leave: int, hit: int) -> None:
+    kv = prompt(640)
+    with cache_of(disk()) as cache:
+        save(cache, kv)
+        with cache.match(kv.tokens, leave=leave) as lease:
+            assert lease.tokens == hit
+            assert finish(lease, kv).wrong == []
+        with pytest.raises(ValueError, match="leave"):
+            cache.match(kv.tokens, leave=-1)
 
 
 def test_salts_and_identities_never_share() -> None:

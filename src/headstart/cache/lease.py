@@ -29,7 +29,7 @@ class Source:
 
 class Lease:
     """The longest stored prefix of a prompt, protected from eviction until `release()` (twice is fine; also a context
-    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss. At least one token is left."""
+    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss."""
 
     def __init__(
         self,

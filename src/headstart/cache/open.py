@@ -46,7 +46,6 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         representation=representation,
         load_timeout_s=config.load_timeout_s,
         warnings=warnings,
-        places={DiskTier.name: str(directory)},
     )
 
 

@@ -12,7 +12,7 @@ No call here raises because a medium failed. ValueError is for wrong use.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -50,8 +50,7 @@ class CacheStatistics:
 class PrefixCache:
     """`tiers`: fastest first. One per process and representation; safe from many threads.
 
-    `warnings`: one sentence for each tier that was asked for and could not be had. `places`: where a tier of that name lies,
-    for people."""
+    `warnings`: one sentence for each tier that was asked for and could not be had."""
 
     def __init__(
         self,
@@ -62,12 +61,10 @@ class PrefixCache:
         save_queue_bytes: int = 1 << 30,
         load_timeout_s: float = 30.0,
         warnings: Sequence[str] = (),
-        places: Mapping[str, str] | None = None,
     ) -> None:
         self.identity = identity
         self.representation = representation
         self.warnings = tuple(warnings)
-        self._places = dict(places or {})
         self._counters = Counters()
         self._root = identity.root()
         self._digest = representation.digest
@@ -90,14 +87,20 @@ class PrefixCache:
         salt: str | bytes | None = None,
         shared_tokens: int = 0,
         identity: Identity | None = None,
+        leave: int = 1,
     ) -> Lease:
         """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life.
 
+        `leave`: tokens at the end that must not match, because the engine has to compute them; 0 where `tokens` is a prefix
+        that others follow.
+
         131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
         _require_shared(shared_tokens)
+        if leave < 0:
+            raise ValueError(f"leave is {leave}; it counts the tokens at the end that must not match")
         data = token_bytes(tokens)
         prompt_tokens = np.frombuffer(data, dtype="<u4")
-        pieces = max(0, len(prompt_tokens) - 1) // self.representation.piece_tokens  # a token is left to compute
+        pieces = max(0, len(prompt_tokens) - leave) // self.representation.piece_tokens
         root = self._root if identity is None else identity.root()
         # Without a salt straight from the bytes: the detour over an array would copy them once more.
         keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens) if salt else chain(root, data)
@@ -166,17 +169,6 @@ class PrefixCache:
             except (StoreError, OSError) as error:
                 problems.append(Problem(source.tier.name, str(error)))
         return problems
-
-    def describe(self) -> str:
-        """Return one sentence on what is cached where."""
-        if not self._sources:
-            return "no prefix cache: every prompt is computed"
-        tiers = []
-        for statistics in self.statistics().tiers:
-            name, held = statistics.name, statistics.blocks * BLOCK_TOKENS
-            where = f"{name} at {self._places[name]}" if name in self._places else name
-            tiers.append(f"{where} ({_size(statistics.capacity_bytes)}, {f'{held:,} tokens' if held else 'empty'})")
-        return f"prompts are kept in {' and '.join(tiers)}"
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish queued saves, join every thread, close the tiers. Twice is fine.
@@ -258,11 +250,3 @@ class PrefixCache:
 def _require_shared(shared_tokens: int) -> None:
     if shared_tokens < 0:  # checked here, not where keys are made: a save makes them in another thread
         raise ValueError(f"shared_tokens is {shared_tokens}; it counts tokens from the start of the prompt")
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024  # type: ignore[assignment]
-    return f"{nbytes} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
