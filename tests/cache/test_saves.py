@@ -15,6 +15,7 @@ from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.cache import extents as extents_module
+from headstart.cache import saver as saver_module
 from headstart.cache.prefix_cache import PrefixCache, SaveResult
 from headstart.testing.fake_kv import OPAQUE, TINY, FakeKV
 from headstart.testing.faults import Fault, FaultyTier
@@ -77,13 +78,41 @@ def test_a_full_queue_drops_the_save_and_says_so_at_once() -> None:
         assert save(cache, prompt(128, seed=2)).stored_tokens == 128  # room again
 
 
-def test_one_save_is_let_in_however_large() -> None:
-    with cache_of(disk(), save_queue_bytes=1) as cache:
-        assert save(cache, prompt(640)).stored_tokens == 640
-    with cache_of(disk(), representation=OPAQUE, save_queue_bytes=1) as cache:
-        kv = prompt(640, representation=OPAQUE)
-        assert save(cache, kv).stored_tokens == 640
-        assert save(cache, prompt(640, seed=1, representation=OPAQUE)).stored_tokens == 640
+@pytest.mark.parametrize("representation", [TINY, OPAQUE], ids=["tiny", "opaque"])
+def test_one_save_may_wait_however_large_the_one_under_way_is(representation: Representation) -> None:
+    tier = FaultyTier(MemoryTier(8 << 20))
+    with cache_of(tier, representation=representation, save_queue_bytes=1) as cache:
+        kvs = [prompt(640, seed=seed, representation=representation) for seed in range(4)]
+        assert save(cache, kvs[3]).stored_tokens == 640  # the size of a piece is known from here on
+        tier.inject(Fault("write", "stall", times=1))
+        running = cache.save(kvs[0].tokens, kvs[0])
+        assert tier.stalled.wait(TIMEOUT_S)
+        waiting, refused = [cache.save(kv.tokens, kv) for kv in kvs[1:3]]
+        assert refused.wait(0.0).reason == "queue-full"
+        tier.heal()
+        assert [ticket.wait(TIMEOUT_S).stored_tokens for ticket in (running, waiting)] == [640, 640]
+
+
+def test_sizes_that_nobody_has_seen_yet_drop_no_save() -> None:
+    tier = FaultyTier(MemoryTier(64 << 20), Fault("write", "stall", times=1))
+    kvs = [prompt(1280, seed=seed, representation=OPAQUE) for seed in range(8)]
+    with cache_of(tier, representation=OPAQUE, save_queue_bytes=1 << 30) as cache:
+        tickets = [cache.save(kv.tokens, kv) for kv in kvs]
+        assert tier.stalled.wait(TIMEOUT_S)
+        tier.heal()
+        assert [ticket.wait(TIMEOUT_S).stored_tokens for ticket in tickets] == [1280] * 8
+
+
+def test_as_many_saves_may_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "_MAX_WAITING", 3)
+    tier = FaultyTier(MemoryTier(8 << 20), Fault("write", "stall", times=1))
+    with cache_of(tier) as cache:
+        first = cache.save(prompt(64).tokens, prompt(64))
+        assert tier.stalled.wait(TIMEOUT_S)
+        later = [cache.save(prompt(64, seed=seed).tokens, prompt(64, seed=seed)) for seed in range(1, 5)]
+        assert later[3].wait(0.0).reason == "queue-full"
+        tier.heal()
+        assert [ticket.wait(TIMEOUT_S).reason for ticket in (first, *later[:3])] == [None] * 4
 
 
 @pytest.mark.parametrize(("fail_at", "spoil"), [(1, 0), (2, 0), (None, 1)])

@@ -50,6 +50,7 @@ class CacheStatistics:
 class PrefixCache:
     """`tiers`: fastest first. One per process and representation; safe from many threads.
 
+    `save_queue_bytes`: how much of the caller's KV memory saves that wait may keep alive, before one is dropped.
     `warnings`: one sentence for each tier that was asked for and could not be had."""
 
     def __init__(
@@ -58,7 +59,7 @@ class PrefixCache:
         *,
         identity: Identity,
         representation: Representation,
-        save_queue_bytes: int = 1 << 30,
+        save_queue_bytes: int = 4 << 30,
         load_timeout_s: float = 30.0,
         warnings: Sequence[str] = (),
     ) -> None:

@@ -25,7 +25,7 @@ from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Tier
 from headstart.transfer.load import KVView
 
-_VARYING_BYTES_PER_TOKEN = 512 << 10  # assumed where sizes vary, until a real one was seen; more than any model of today has
+_MAX_WAITING = 64
 _log = logging.getLogger(__name__)
 
 
@@ -100,7 +100,12 @@ class SaveRequest:
 
 
 class Saver:
-    """Owns the queue and the thread. `submit` never blocks; `close` is bounded."""
+    """Owns the queue and the thread. `submit` never blocks; `close` is bounded.
+
+    The queue copies nothing: what it holds is the caller's own KV memory, kept alive until the ticket is done. At most
+    `_MAX_WAITING` saves wait, and they and the one under way keep at most `queue_bytes` alive; but one may always wait,
+    however large, or of two long prompts in a row the second would never be kept. Sizes that vary count as the largest seen
+    so far, and as nothing before."""
 
     def __init__(self, tiers: Sequence[Tier], representation: Representation, *, queue_bytes: int, counters: Counters) -> None:
         self._tiers = tiers
@@ -111,7 +116,7 @@ class Saver:
         self._builder = ExtentBuilder(representation)
         self._condition = Condition()
         self._queue: deque[tuple[SaveRequest, int, Ticket]] = deque()
-        self._queued_bytes = 0
+        self._held_bytes = 0  # alive for the saves that wait and the one under way
         self._closing = False
         self._stop = False  # at the next extent's edge: the time for closing is over
         self._thread = Thread(target=self._work, name="save", daemon=True)
@@ -120,16 +125,16 @@ class Saver:
     def submit(self, request: SaveRequest) -> Ticket:
         """Queue a save, or return a ticket that is done already, with the reason."""
         ticket = Ticket()
-        nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._varying_bytes_per_token())
+        nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._builder.largest_bytes_per_token)
         with self._condition:
-            # One save is always let in, however large: else long prompts could never be kept.
+            full = len(self._queue) >= _MAX_WAITING or self._held_bytes + nbytes > self._queue_bytes
             if self._closing:
                 reason = "closed"
-            elif self._queued_bytes and self._queued_bytes + nbytes > self._queue_bytes:
+            elif self._queue and full:
                 reason = "queue-full"
             else:
                 self._queue.append((request, nbytes, ticket))
-                self._queued_bytes += nbytes
+                self._held_bytes += nbytes
                 self._condition.notify()
                 return ticket
         self._dropped(ticket, reason)
@@ -150,9 +155,6 @@ class Saver:
         self._thread.join(min(timeout_s, 1.0))
         return not self._thread.is_alive()
 
-    def _varying_bytes_per_token(self) -> int:
-        return self._builder.largest_bytes_per_token or _VARYING_BYTES_PER_TOKEN
-
     def _dropped(self, ticket: Ticket, reason: str) -> None:
         self._counters.add(f"save_dropped_{reason}")
         ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=reason))
@@ -172,7 +174,7 @@ class Saver:
                 _log.exception("a save failed unexpectedly")
                 result = SaveResult(stored_tokens=0, written_bytes=0, reason="error")
             with self._condition:
-                self._queued_bytes -= nbytes
+                self._held_bytes -= nbytes
             if result.reason is not None:
                 self._counters.add(f"save_dropped_{result.reason}")
             self._counters.add("saved_bytes", result.written_bytes)
