@@ -73,6 +73,24 @@ def test_a_context_that_kv_memory_cannot_hold_is_cut_to_what_it_can(
         _open(tiny_model_folder("llama"), _config(tmp_path, enabled=False, kv_memory="60000"))
 
 
+@pytest.mark.parametrize(
+    ("enabled", "free_mib", "want_kib"),
+    [
+        (False, 64, 16 * 1024),
+        (True, 64, 12 * 1024),
+        (True, 32, 4 * 1024),
+        (True, 10, 2560),
+    ],  # the memory tier takes 16 MiB, at most half
+)
+def test_kv_memory_is_a_share_of_what_the_memory_tier_leaves(
+    tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool, free_mib: int, want_kib: int
+) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda device: free_mib << 20)
+    config = _config(tmp_path, enabled=enabled, kv_memory="auto", max_running=100)
+    with _open(tiny_model_folder("llama"), config) as engine:
+        assert engine.load().kv_capacity_bytes == want_kib << 10
+
+
 @pytest.mark.parametrize("context", [2, 64, 65])
 def test_a_context_shorter_than_the_warm_up_can_be_served(tiny_model_folder: Folders, tmp_path: Path, context: int) -> None:
     config = _config(tmp_path, context=context, max_running=1, kv_memory="auto")

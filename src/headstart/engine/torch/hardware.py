@@ -1,4 +1,4 @@
-"""What this machine offers to a torch engine: device, number type, cores, memory."""
+"""What this machine, and the container on it, offers to a torch engine: device, number type, cores, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from headstart.engine.torch import container
 from headstart.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,10 +39,11 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 
 
 def use_physical_cores() -> int:
-    """Let torch use one thread a physical core, fewer if it was told so; return how many. Siblings only disturb each other."""
+    """Let torch use one thread a physical core, fewer if it was told so or the container has less; return how many. Siblings only disturb each other."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in allowed}
-    threads = max(1, min(len(cores), torch.get_num_threads()))
+    share = container.cpus() or len(cores)
+    threads = max(1, min(len(cores), int(share), torch.get_num_threads()))
     torch.set_num_threads(threads)
     return threads
 
@@ -52,6 +54,11 @@ def available_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    free = container.free_bytes()
+    return _available_on_host() if free is None else min(free, _available_on_host())
+
+
+def _available_on_host() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -90,11 +90,14 @@ def _facts(folder: Path) -> list[tuple[str, int, int, int, int, int]]:
 def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
     """Return the context in tokens and the bytes of KV memory. One full context always fits: it is cut to what there is.
 
-    "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half."""
+    "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half; what
+    the memory tier will take is not free, though on a small machine at least half is left to the engine."""
     context = min(model.context_tokens, config.engine.context or model.context_tokens)
     one = model.shape.region_bytes(context)
     if config.engine.kv_memory == "auto":
         free = available_bytes(model.device)
+        if config.cache.enabled and model.device.type == "cpu":
+            free -= min(parse_size(config.cache.memory), free // 2)
         capacity = min(config.engine.max_running * one, max(free // 4, min(one, free // 2)))
     else:
         capacity = parse_size(config.engine.kv_memory)
