@@ -308,11 +308,6 @@ class CrashDisk:
             self._file(path)
             self._change_names(_NameChange(removed=(PurePosixPath(path),)))
 
-    def available_bytes(self, path: Path) -> int:
-        with self._lock:
-            self._directory(path)
-            return self.size_bytes - self.allocated_bytes()
-
     # Inside; the lock is held.
 
     def _files(self) -> list[_File]:

@@ -173,9 +173,6 @@ class FaultyDisk:
     def unlink(self, path: Path) -> None:
         self._call("unlink", lambda: self.inner.unlink(path))
 
-    def available_bytes(self, path: Path) -> int:
-        return self._call("available_bytes", lambda: self.inner.available_bytes(path))
-
     def _call(
         self,
         name: str,

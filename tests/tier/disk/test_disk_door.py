@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -150,4 +151,20 @@ def test_names(disk: RealDisk, tmp_path: Path) -> None:
     disk.close(handle)
     with pytest.raises(FileNotFoundError):
         disk.stat(tmp_path / "d" / "b")
-    assert disk.available_bytes(tmp_path) > 0
+
+
+def test_a_bulk_file_that_cannot_be_opened_twice_leaves_nothing(
+    disk: RealDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, system = [], os.open
+
+    def once(path: Path, flags: int, *mode: int) -> int:
+        if opened:
+            raise OSError(errno.EMFILE, "too many open files")
+        opened.append(path)
+        return system(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", once)
+    with pytest.raises(OSError, match="too many"):
+        disk.open(tmp_path / "file", "create", bulk=True)
+    assert list(tmp_path.iterdir()) == []

@@ -121,10 +121,6 @@ class Disk(Protocol):
 
     def unlink(self, path: Path) -> None: ...
 
-    def available_bytes(self, path: Path) -> int:
-        """Return what an ordinary user may still write on the file system of `path`."""
-        ...
-
 
 class RealDisk:
     """POSIX files. A bulk file has a second descriptor that bypasses the page cache (O_DIRECT) where the file system has
@@ -166,6 +162,8 @@ class RealDisk:
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: no O_DIRECT on this file system
                     os.close(handle)
+                    if mode == "create":
+                        os.unlink(path)
                     raise
         return handle
 
@@ -270,10 +268,6 @@ class RealDisk:
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
-
-    def available_bytes(self, path: Path) -> int:
-        facts = os.statvfs(path)
-        return facts.f_bavail * facts.f_frsize  # not f_bfree: that counts what only root may use
 
 
 _IOV_MAX = 1024
