@@ -58,3 +58,17 @@ def test_reading_does_not_need_alignment() -> None:
     tier = MemoryTier(1 << 20)
     kv = prompt(4)
     assert read(tier, put(tier, kv), 4097, 333) == bytes(kv.image()[4097 : 4097 + 333])
+
+
+def test_a_corrupt_extent_goes_under_its_lease_and_is_written_anew() -> None:
+    tier = MemoryTier(1 << 20)
+    kv = prompt(4)
+    extent = put(tier, kv)
+    tier.lease([extent, extent])
+    assert tier.delete([extent], reason="corrupt") == 1
+    assert (located(tier, kv), tier.info(extent), tier.lease([extent])) == ([-1] * 4, None, [False])
+    again = put(tier, kv)
+    tier.release([extent, extent])
+    assert tier.delete([extent], reason="corrupt") == 0
+    assert located(tier, kv) == [again] * 4
+    assert (tier.check(), tier.statistics().live_bytes) == ([], kv.image().nbytes)

@@ -161,7 +161,9 @@ class MemoryTier:
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         with self._lock:
-            found = [one for extent in dict.fromkeys(extents) if (one := self._extents.get(extent)) and not one.leases]
+            found = [one for extent in dict.fromkeys(extents) if (one := self._extents.get(extent))]
+            if reason != "corrupt":
+                found = [one for one in found if not one.leases]
             for one in found:
                 self._remove(one)
         if found:
@@ -238,6 +240,8 @@ class MemoryTier:
 
     def _remove(self, extent: _Extent) -> None:
         del self._extents[extent.id]
+        if extent.leases:
+            self._leased_bytes -= extent.region.nbytes
         index = self._index[extent.representation]
         for key in extent.keys:
             # A block that a younger extent holds as well is found there; one that the older held too is forgotten with the
