@@ -117,6 +117,18 @@ def test_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     assert usage(chunks[-1]) == usage(whole)
 
 
+@pytest.mark.parametrize("prompt", ["once", ["once"], list(b"once"), [list(b"once")]])
+def test_one_prompt_may_be_written_in_four_ways(server: Running, client: openai.OpenAI, prompt: Any) -> None:
+    client.completions.create(model="fake", prompt=prompt, max_tokens=1)
+    assert server.engine.submitted[0].prompt == tuple(b"once")
+
+
+def test_a_limit_may_be_written_as_a_float(server: Running) -> None:
+    for path, body in (("chat/completions", {"messages": user("x")}), ("completions", {"prompt": "x"})):
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body | {"max_tokens": 5.0}, timeout=20)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+
+
 def test_stop_texts_end_the_answer_and_stay_out_of_it() -> None:
     with running(FakeEngine(answer=b"one, two, three, four")) as server, server.client() as client:
         whole = client.chat.completions.create(model="fake", messages=user("count"), stop=", three")
@@ -188,11 +200,11 @@ def test_another_model_name_and_unknown_fields_are_served_with_one_log_line(
     caplog.set_level("INFO", "headstart")
     for _ in range(2):
         client.chat.completions.create(
-            model="gpt-4o", messages=user("x"), max_tokens=1, extra_body={"frobnicate": 1}, presence_penalty=0.5
+            model="gpt-4o", messages=user("x"), max_tokens=1, extra_body={"frobnicate": 1}, user="somebody"
         )
     said = [record.getMessage() for record in caplog.records if "ignoring" in record.getMessage()]
     assert sorted(said) == [
-        "ignoring unknown field 'presence_penalty', 'frobnicate'",
+        "ignoring unknown field 'user', 'frobnicate'",
         "ignoring unknown model name 'gpt-4o'",
     ]
 

@@ -39,6 +39,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
     [
         ({"max_tokens": -5}, "max_tokens", "max_tokens must be at least 1, but is -5"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "must be at least 1"),
+        ({"max_tokens": 5.5}, "max_tokens", "max_tokens is wrong: expected int | null, got float"),
         ({"max_tokens": "many"}, "max_tokens", "max_tokens is wrong: expected int | null, got str"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
         ({"top_p": 0}, "top_p", "above 0"),
@@ -59,6 +60,38 @@ def test_a_wrong_parameter_is_named(server: Running, change: dict[str, Any], par
     assert says in error["message"]
 
 
+NOT_FOLLOWED = [
+    ({"response_format": {"type": "json_object"}}, "response_format", {"type": "text"}),
+    ({"tool_choice": "required"}, "tool_choice", "auto"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "none"),
+    ({"functions": [{"name": "f"}]}, "functions", []),
+    ({"logprobs": True}, "logprobs", False),
+    ({"top_logprobs": 2}, "top_logprobs", 0),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", 0.0),
+    ({"presence_penalty": -0.5}, "presence_penalty", 0),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", 1.0),
+    ({"logit_bias": {"5": 1}}, "logit_bias", {}),
+    ({"modalities": ["text", "audio"]}, "modalities", ["text"]),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "neutral"), NOT_FOLLOWED)
+def test_what_would_change_the_answer_and_is_not_followed_is_refused(
+    server: Running, change: dict[str, Any], param: str, neutral: object
+) -> None:
+    status, error = post(server, {"messages": MESSAGES} | change)
+    assert (status, error["param"]) == (400, param)
+    assert error["message"] == f"{param} is not supported by this version; leave it out"
+    for nothing in (None, neutral):
+        body = {"messages": MESSAGES, "max_tokens": 1, param: nothing}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).status_code == 200
+
+
+def test_log_probabilities_of_a_completion_are_refused_at_0_too(server: Running) -> None:
+    assert post(server, {"prompt": "a", "logprobs": 0}, "/v1/completions")[1]["param"] == "logprobs"
+    assert post(server, {"prompt": "a", "suffix": "b"}, "/v1/completions")[1]["param"] == "suffix"
+
+
 def test_a_missing_parameter_is_named(server: Running) -> None:
     assert post(server, {"model": "fake"})[1]["message"] == "messages is missing"
     assert post(server, {"model": "fake"}, "/v1/completions")[1]["param"] == "prompt"
@@ -71,7 +104,10 @@ def test_invalid_json_is_a_400(server: Running, body: bytes) -> None:
 
 
 def test_several_prompts_and_echo_are_refused_in_a_sentence(server: Running) -> None:
-    assert "2 prompts" in post(server, {"prompt": ["a", "b"]}, "/v1/completions")[1]["message"]
+    for prompts in (["a", "b"], [[1], [2]], ["a", 1], [[1], 2]):
+        status, error = post(server, {"prompt": prompts}, "/v1/completions")
+        assert (status, error["param"]) == (400, "prompt"), prompts
+    assert "2 prompts" in post(server, {"prompt": [[1], [2]]}, "/v1/completions")[1]["message"]
     assert post(server, {"prompt": "a", "echo": True}, "/v1/completions")[1]["param"] == "echo"
 
 

@@ -1,7 +1,8 @@
 """The OpenAI dialect: a request's JSON becomes an `Ask`, an answer becomes the JSON that clients read. Pure; no engine here.
 
 Unknown fields are ignored (the server logs them once): clients send many that other servers understand. Fields that are
-known and wrong are refused with their name. What stands inside messages and tools is `render`'s to judge.
+known and wrong are refused with their name, and so are those that would change the answer and cannot be followed yet: an
+answer that silently is not what was asked for is worse than none. What stands inside messages and tools is `render`'s to judge.
 """
 
 from __future__ import annotations
@@ -20,6 +21,30 @@ SALT_CHARACTERS = 1024
 COMPLETION_TOKENS = 16  # what the completions endpoint generates when nothing is said; a chat may use the whole context
 
 Kind = Literal["chat", "completion"]
+
+# What would change an answer and is not followed: field, then the values (beside null) that ask for nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "best_of": (1,),
+}
+_NEUTRAL_OF_KIND: dict[Kind, dict[str, tuple[object, ...]]] = {
+    "chat": {
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto", "none"),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+    },
+    "completion": {"logprobs": (), "suffix": ("",)},  # here 0 asks for the log probability of each token
+}
 
 
 class StreamOptions(msgspec.Struct):
@@ -47,7 +72,7 @@ class ChatRequest(_Common, kw_only=True):
 
 
 class CompletionRequest(_Common, kw_only=True):
-    prompt: str | list[str | int]
+    prompt: str | list[str | int | list[int]]
     echo: bool | None = None
 
 
@@ -74,7 +99,7 @@ class Ask:
 
 def parse_chat(body: bytes) -> Ask:
     """Return what a chat completion request asks for. Raises RequestError naming the parameter."""
-    request, ignored = _decoded(body, ChatRequest)
+    request, ignored = _decoded(body, ChatRequest, "chat")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     limit_param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     tools = tuple(request.tools) if request.tools else None
@@ -83,20 +108,22 @@ def parse_chat(body: bytes) -> Ask:
 
 def parse_completion(body: bytes) -> Ask:
     """Return what a text completion request asks for. Raises RequestError naming the parameter."""
-    request, ignored = _decoded(body, CompletionRequest)
+    request, ignored = _decoded(body, CompletionRequest, "completion")
     if request.echo:
         raise _wrong("echo", "is not supported; leave it out and prepend the prompt yourself")
-    prompt = request.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, list):
-        ids = tuple(token for token in prompt if isinstance(token, int))
-        if len(ids) < len(prompt):
-            raise _wrong(
-                "prompt", f"holds {len(prompt)} prompts, but a request is answered one prompt at a time; send them singly"
-            )
-        return _ask("completion", request, ignored, request.max_tokens, "max_tokens", prompt=ids)
+    prompt = _one_prompt(request.prompt)
     return _ask("completion", request, ignored, request.max_tokens, "max_tokens", prompt=prompt)
+
+
+def _one_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
+    """Return the one prompt out of what may be written "text", [ids], ["text"] or [[ids]]. Raises RequestError for more."""
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if any(not isinstance(token, int) for token in prompt):
+        raise _wrong("prompt", f"holds {len(prompt)} prompts, but a request is answered one prompt at a time; send them singly")
+    return tuple(prompt)
 
 
 def usage_of(receipt: Receipt, *, completion_tokens: int) -> dict[str, Any]:
@@ -171,7 +198,7 @@ class Shape:
 RequestT = TypeVar("RequestT", bound=_Common)
 
 
-def _decoded(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+def _decoded(body: bytes, form: type[RequestT], kind: Kind) -> tuple[RequestT, tuple[str, ...]]:
     """Return the request and the names of fields that are not understood."""
     try:
         content = msgspec.json.decode(body)
@@ -179,11 +206,18 @@ def _decoded(body: bytes, kind: type[RequestT]) -> tuple[RequestT, tuple[str, ..
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
+    for name in ("max_tokens", "max_completion_tokens"):  # some clients write every number as 5.0
+        if isinstance(value := content.get(name), float) and value.is_integer():
+            content[name] = int(value)
     try:
-        request = msgspec.convert(content, kind)
+        request = msgspec.convert(content, form)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    known = set(kind.__struct_fields__)
+    neutral = _NEUTRAL | _NEUTRAL_OF_KIND[kind]
+    for name in neutral.keys() & content.keys():
+        if content[name] is not None and content[name] not in neutral[name]:
+            raise _wrong(name, "is not supported by this version; leave it out")
+    known = neutral.keys() | set(form.__struct_fields__)
     return request, tuple(name for name in content if name not in known)
 
 
