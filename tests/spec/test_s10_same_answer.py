@@ -92,7 +92,7 @@ class Runs:
         tier = FaultyTier(DiskTier.open(self._config.cache.directory, capacity_bytes=CAPACITY), *faults)
         representation = model.shape.representation(query_heads=model.heads)
         cache = PrefixCache([tier], identity=identity_of(self.folder), representation=representation)
-        with TorchEngine(model, KVMemory(model.shape, 256 << 20), info=info, cache=cache) as engine:
+        with TorchEngine(model, KVMemory(model.shape, 256 << 20, context_tokens=2048), info=info, cache=cache) as engine:
             yield engine, tier
             settled(engine)
 

@@ -80,7 +80,7 @@ def engine_of(
         kv_bytes_per_token=model.shape.token_bytes,
         cache="",
     )
-    memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)))
+    memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)), context_tokens=context)
     return TorchEngine(model, memory, info=info, cache=cache, **settings)
 
 

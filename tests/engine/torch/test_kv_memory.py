@@ -27,7 +27,7 @@ def _piece(kv: HostKV, layer: int, piece: int) -> bytes:
 
 
 def test_a_piece_is_the_same_bytes_whatever_the_length_of_its_request() -> None:
-    memory = KVMemory(SHAPE, 1 << 20)
+    memory = KVMemory(SHAPE, 1 << 20, context_tokens=512)
     long, short = _filled(memory, 300), memory.allocate_host(130)
     assert short is not None
     for layer in range(3):
@@ -39,7 +39,7 @@ def test_a_piece_is_the_same_bytes_whatever_the_length_of_its_request() -> None:
 
 @given(layer=st.integers(0, 2), first=st.integers(0, 4), count=st.integers(0, 5))
 def test_buffers_hold_the_pieces_one_behind_the_other(layer: int, first: int, count: int) -> None:
-    memory = KVMemory(SHAPE, 1 << 20)
+    memory = KVMemory(SHAPE, 1 << 20, context_tokens=512)
     kv = _filled(memory, 320)
     count = min(count, 5 - first)
     got = b"".join(map(bytes, kv.buffers(layer, first, [PIECE] * count)))
@@ -52,7 +52,7 @@ def test_buffers_hold_the_pieces_one_behind_the_other(layer: int, first: int, co
 
 
 def test_buffers_can_be_written_and_attention_sees_it() -> None:
-    kv = _filled(KVMemory(SHAPE, 1 << 20), 64)
+    kv = _filled(KVMemory(SHAPE, 1 << 20, context_tokens=512), 64)
     for buffer in kv.buffers(1, 0, [PIECE]):
         buffer[:] = b"\0" * buffer.nbytes
     assert not kv.keys(1).any()
@@ -61,7 +61,7 @@ def test_buffers_can_be_written_and_attention_sees_it() -> None:
 
 
 def test_pieces_that_are_not_there_or_of_another_size_are_refused() -> None:
-    kv = _filled(KVMemory(SHAPE, 1 << 20), 128)
+    kv = _filled(KVMemory(SHAPE, 1 << 20, context_tokens=512), 128)
     with pytest.raises(ValueError, match="past the 128 tokens"):
         kv.buffers(0, 1, [PIECE, PIECE])
     with pytest.raises(ValueError, match="asked for"):
@@ -70,7 +70,7 @@ def test_pieces_that_are_not_there_or_of_another_size_are_refused() -> None:
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_memory_is_counted_bounded_and_freed_with_the_last_release(device: torch.device | None) -> None:
-    memory = KVMemory(SHAPE, 2 * SHAPE.region_bytes(128), device=device)
+    memory = KVMemory(SHAPE, 2 * SHAPE.region_bytes(128), context_tokens=128, device=device)
     first, second = memory.allocate(128), memory.allocate(65)
     assert isinstance(first, HostKV if device is None else DeviceKV)
     assert memory.allocate(1) is None
@@ -91,13 +91,40 @@ def test_memory_is_counted_bounded_and_freed_with_the_last_release(device: torch
 
 
 def test_a_layer_travels_to_a_device_and_back() -> None:
-    memory = KVMemory(SHAPE, 1 << 20, device=torch.device("cpu"))
+    memory = KVMemory(SHAPE, 1 << 20, context_tokens=512, device=torch.device("cpu"))
     there, back, kv = _filled(memory, 128), _filled(memory, 128), memory.allocate(200)
     assert isinstance(kv, DeviceKV)
     for layer in range(3):
         kv.copy_layer(layer, of=there, tokens=128)
     kv.copy_to(back, 128)
     assert all(_piece(back, layer, piece) == _piece(there, layer, piece) for layer in range(3) for piece in range(2))
+
+
+def test_host_memory_beside_a_device_is_bounded_by_a_few_contexts() -> None:
+    memory = KVMemory(SHAPE, 100 * SHAPE.region_bytes(128), context_tokens=128, device=torch.device("cpu"))
+    passages = [memory.allocate_host(128) for _ in range(5)]
+    assert passages[3] is not None
+    assert passages[4] is None
+    assert memory.capacity_bytes == 100 * SHAPE.region_bytes(128)
+    assert [memory.allocate(128) is not None for _ in range(101)] == [True] * 100 + [False]
+
+
+def _backed_tokens(memory: KVMemory) -> int:
+    touched = 1
+    while memory.touch(64):
+        touched += 1
+    return 64 * touched
+
+
+def test_memory_is_touched_for_two_contexts_then_only_for_what_was_used() -> None:
+    memory = KVMemory(SHAPE, 100 * SHAPE.region_bytes(128), context_tokens=128)
+    assert _backed_tokens(memory) == 256
+    assert not memory.touch(64)
+    for held in [memory.allocate(128) for _ in range(4)]:
+        assert held is not None
+        held.release()
+    assert _backed_tokens(memory) == 256  # what four requests held at once, less what was touched
+    assert not memory.touch(64)
 
 
 def test_the_representation_tells_what_the_bytes_are() -> None:

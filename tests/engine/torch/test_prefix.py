@@ -28,7 +28,7 @@ def model(tiny_model_folder: Folders) -> TorchModel:
 def memory(request: pytest.FixtureRequest, model: TorchModel) -> KVMemory:
     """KV in host memory; and the path of GPUs with the CPU as the device."""
     capacity = 3 * model.shape.region_bytes(512)
-    return KVMemory(model.shape, capacity, device=None if request.param == "host" else torch.device("cpu"))
+    return KVMemory(model.shape, capacity, context_tokens=512, device=None if request.param == "host" else torch.device("cpu"))
 
 
 @pytest.fixture

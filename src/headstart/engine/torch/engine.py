@@ -67,7 +67,6 @@ class TorchEngine:
         self._memory = memory
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
-        self._cold_memory = True  # some KV memory has never been touched
         self._wake = Event()
         self._bridge = None if cache is None else PrefixBridge(cache, memory, timeout_s=load_timeout_s, wake=self._wake.set)
         self._counters = Counters()
@@ -193,7 +192,7 @@ class TorchEngine:
                 self._counters.add("engine_faults")
                 _log.exception("the engine failed outside of a step; its requests are ended")
                 self._end_all("error", "an internal error ended this request; the server's log has the details")
-            if not (self._cold_memory and not self._running and self._touch_more()):
+            if self._running or not self._touch_more():
                 self._wake.wait(self._idle_s())
         with self._lock:
             for _, future in self._calls:
@@ -202,9 +201,7 @@ class TorchEngine:
 
     def _touch_more(self) -> bool:
         """Use an idle moment to back KV memory for later requests; a request that arrives waits some 10 ms at most."""
-        if not self._wake.is_set():
-            self._cold_memory = self._memory.touch(_TOUCH_TOKENS)
-        return self._cold_memory
+        return self._wake.is_set() or self._memory.touch(_TOUCH_TOKENS)
 
     def _idle_s(self) -> float:
         now = time.monotonic()

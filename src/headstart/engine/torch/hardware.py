@@ -39,7 +39,8 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 
 
 def use_physical_cores() -> int:
-    """Let torch use one thread a physical core, fewer if it was told so or the container has less; return how many. Siblings only disturb each other."""
+    """Let torch use one thread a physical core, fewer if it was told so or the container has less; return how many.
+    Siblings only disturb each other."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in allowed}
     share = container.cpus() or len(cores)

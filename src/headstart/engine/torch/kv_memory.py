@@ -26,6 +26,9 @@ from headstart.tier.arena import ALIGNMENT, Arena, Region
 
 LAYOUT = "torch/piece-kv-head-token-dim/1"
 
+_PASSAGES = 4  # full contexts that may pass through host memory at once on their way to or from a device
+_WARM_CONTEXTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -147,16 +150,22 @@ class DeviceKV:
 
 
 class KVMemory:
-    """All KV memory of an engine. `allocate` gives a request its own, or None while others hold too much of it."""
+    """All KV memory of an engine. `allocate` gives a request its own, or None while others hold too much of it.
 
-    def __init__(self, shape: KVShape, capacity_bytes: int, *, device: torch.device | None = None) -> None:
+    `context_tokens` is the longest that a request may become."""
+
+    def __init__(self, shape: KVShape, capacity_bytes: int, *, context_tokens: int, device: torch.device | None = None) -> None:
         self.shape = shape
         self._device = device  # None: host memory is where the model computes
         self._lock = Lock()
         self._device_used = 0
         self._device_capacity = capacity_bytes if device is not None else 0
+        context_bytes = shape.region_bytes(context_tokens)
         # Beside a device, the host keeps room for a few passages only: a load or save that finds none is left out.
-        self._arena = Arena(capacity_bytes, name="engine KV")
+        host_bytes = capacity_bytes if device is None else min(capacity_bytes, _PASSAGES * context_bytes)
+        self._arena = Arena(host_bytes, name="engine KV")
+        self._most_used = min(host_bytes, _WARM_CONTEXTS * context_bytes)  # at once so far, or expected soon
+        self._touched = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -190,12 +199,21 @@ class KVMemory:
 
     def allocate_host(self, tokens: int) -> HostKV | None:
         region = self._arena.allocate(self.shape.region_bytes(tokens))
-        return None if region is None else HostKV(region, self.shape, _whole_blocks(tokens))
+        if region is None:
+            return None
+        self._most_used = max(self._most_used, self._arena.used_bytes)
+        return HostKV(region, self.shape, _whole_blocks(tokens))
 
     def touch(self, tokens: int) -> bool:
-        """Back the next `tokens` tokens of KV with memory before requests need it; returns whether some is still without.
-        Reading into memory that was never touched takes several times as long."""
-        return self._device is None and self._arena.touch(self.shape.region_bytes(tokens))
+        """Back the next `tokens` tokens of KV with memory before requests need it; returns whether more should be. That is
+        as much as was ever used at once, and two contexts from the start: what nobody needs is left to the machine.
+
+        Reading into memory that was never touched takes several times as long. For one thread at a time."""
+        nbytes = min(self.shape.region_bytes(tokens), self._most_used - self._touched)
+        if self._device is not None or nbytes <= 0:
+            return False
+        self._touched += nbytes
+        return self._arena.touch(nbytes) and self._touched < self._most_used
 
     def close(self) -> None:
         self._arena.close()

@@ -30,7 +30,8 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)
     try:
-        memory = KVMemory(model.shape, capacity, device=None if model.device.type == "cpu" else model.device)
+        device = None if model.device.type == "cpu" else model.device
+        memory = KVMemory(model.shape, capacity, context_tokens=context, device=device)
     except (OSError, MemoryError) as error:
         raise ConfigError(
             f"{capacity} bytes of KV memory cannot be had ({error}); lower engine.kv_memory", key="engine.kv_memory"
