@@ -55,12 +55,12 @@ class Running(Listening):
 
 
 @contextmanager
-def listening(service: Service) -> Iterator[str]:
-    """Serve `service` and give the address."""
+def listening(service: Service, *, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve `service` and give the address; `host` is what the application believes to listen on."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
-        build_app(service), log_config=None, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+        build_app(service, host=host), log_config=None, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")

@@ -21,8 +21,11 @@ def server() -> Iterator[Running]:
         yield server
 
 
+JSON = {"content-type": "application/json"}
+
+
 def post(server: Running, body: Any, path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
-    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    content = {"content": body, "headers": JSON} if isinstance(body, bytes) else {"json": body}
     response = httpx.post(server.url + path, timeout=20, **content)
     assert response.headers["x-request-id"]
     found: dict[str, Any] = response.json()["error"]
@@ -125,7 +128,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(server: Running) ->
 def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_BYTES", 1000)
     assert post(server, b"x" * 1001)[0] == 413
-    chunked = httpx.post(f"{server.url}/v1/chat/completions", content=iter([b"x" * 600] * 2), timeout=20)
+    chunked = httpx.post(f"{server.url}/v1/chat/completions", content=iter([b"x" * 600] * 2), headers=JSON, timeout=20)
     assert (chunked.status_code, chunked.json()["error"]["code"]) == (413, "request_too_large")
 
 

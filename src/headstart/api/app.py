@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
 from headstart.api import metrics, openai, streaming
+from headstart.api.access import HostCheck, require_json
 from headstart.api.errors import BodyTooLarge, error_response, plain_response
 from headstart.api.service import Generation, Service
 from headstart.errors import HeadstartError
@@ -26,8 +27,8 @@ from headstart.errors import HeadstartError
 BODY_BYTES = 32 << 20
 
 
-def build_app(service: Service) -> ASGIApp:
-    """Return the application that serves what `service` has, now and as it changes."""
+def build_app(service: Service, *, host: str) -> ASGIApp:
+    """Return the application that serves what `service` has, now and as it changes. `host`: the address it listens on."""
 
     async def health(request: Request) -> Response:
         status, content = service.health()
@@ -53,6 +54,7 @@ def build_app(service: Service) -> ASGIApp:
         return await answer(request, openai.parse_completion)
 
     async def answer(request: Request, parse: Callable[[bytes], openai.Ask]) -> Response:
+        require_json(request.headers)
         served = service.require_served()
         ask = parse(await _body(request))
         generation = await service.start(ask)
@@ -78,7 +80,7 @@ def build_app(service: Service) -> ASGIApp:
         ],
         exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
-    return _RequestId(app)  # outside of everything, so that the answer to a bug has its id too
+    return _RequestId(HostCheck(app, host=host))  # the id outside of everything, so that the answer to a bug has its id too
 
 
 async def _body(request: Request) -> bytes:

@@ -13,8 +13,18 @@ class ModelNotFound(RequestError):
     status = 404
 
 
+class Forbidden(RequestError):
+    """The request came under a foreign name or from a foreign page."""
+
+    status = 403
+
+
 class BodyTooLarge(RequestError):
     status = 413
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
 
 
 class TooManyWaiting(RequestError):

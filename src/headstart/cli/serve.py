@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self._service = Service(max_waiting=config.server.max_waiting)
         settings = uvicorn.Config(
-            build_app(self._service),
+            build_app(self._service, host=config.server.host),
             log_config=None,
             access_log=False,
             lifespan="off",
