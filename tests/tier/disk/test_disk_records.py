@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from headstart.block.framing import frame
 from headstart.errors import ExtentCorrupt
 from headstart.testing.fake_kv import OPAQUE, TINY
 from headstart.tier.disk.records import (
@@ -24,6 +25,7 @@ from headstart.tier.disk.records import (
     SegmentSealed,
     Snapshot,
     Touched,
+    Unknown,
     decode_journal_header,
     decode_records,
     encode_journal_header,
@@ -35,26 +37,28 @@ from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, en
 WRITER = bytes(range(16))
 GENERATION = 3
 
-u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)
-segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), u32)
-names = st.builds(ExtentName, segments, u64)
+u31, u32, u62 = st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**62 - 1)
+segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), u31)
+names = st.builds(ExtentName, segments, u62)
 prefixes = st.integers(0, 4).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n))
 words = st.text(max_size=20)
+fields = st.lists(st.builds(frame, st.integers(2, 255), st.binary(max_size=8)), max_size=2).map(b"".join)
 records = st.one_of(
     st.builds(RepresentationDeclared, st.binary(max_size=50)),
-    st.builds(SegmentOpened, segments, u32, u64, u64, st.binary(min_size=32, max_size=32)),
-    st.builds(SegmentSealed, segments, u64),
-    st.builds(ExtentAdded, names, u64, u32, u64, u64, words, prefixes),
-    st.builds(Touched, st.lists(st.tuples(names, u64), max_size=4).map(tuple)),
-    st.builds(Removed, u64, words, st.lists(st.tuples(names, prefixes), max_size=4).map(tuple), st.booleans()),
-    st.builds(Snapshot, u64, u32),
+    st.builds(SegmentOpened, segments, u31, u62, u62, st.binary(min_size=32, max_size=32)),
+    st.builds(SegmentSealed, segments, u62),
+    st.builds(ExtentAdded, names, u62, u31, u62, u62, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields),
+    st.builds(Touched, st.lists(st.tuples(names, u62), max_size=4).map(tuple)),
+    st.builds(Removed, u62, words, st.lists(st.tuples(names, prefixes), max_size=4).map(tuple), st.booleans()),
+    st.builds(Snapshot, u62, u31),
+    st.builds(Unknown, st.integers(200, 255), st.binary(max_size=20)),
 )
 
 SAMPLE: list[Record] = [
     Snapshot(7, 2),
     RepresentationDeclared(TINY.encode()),
     SegmentOpened(SegmentName(WRITER, 1), 4096, 1 << 20, 5, TINY.digest),
-    ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"p" * 32),
+    ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"o" * 16, b"p" * 32),
     Touched(((ExtentName(SegmentName(WRITER, 1), 4096), 9),)),
     Removed(10, "capacity", ((ExtentName(SegmentName(WRITER, 1), 4096), b"p" * 32),)),
     SegmentSealed(SegmentName(WRITER, 1), 12288),
@@ -119,15 +123,38 @@ def test_zeros_behind_the_last_record_say_nothing() -> None:
 
 @pytest.mark.parametrize(("kind", "passed_over"), [(0x7F, False), (0xFF, True), (0x86, True)])
 def test_an_unknown_type_is_passed_over_only_where_it_may_be(kind: int, passed_over: bool) -> None:
-    touched = Touched(())
-    frame = bytearray(encode_record(touched, writer=WRITER, generation=GENERATION, offset=HEADER_BYTES))
-    frame[4] = kind
-    import xxhash
+    later = Unknown(kind, b"whatever")
+    found, state = read(journal([later, Snapshot(1, 1)]))
+    assert found == ([later, Snapshot(1, 1)] if passed_over else [])
+    assert state.stopped == ("" if passed_over else "unreadable")
 
-    check = xxhash.xxh3_64(struct.pack("<16sIQ", WRITER, GENERATION, HEADER_BYTES) + bytes(frame[:5])).digest()
-    data = bytes(frame[:5]) + check
-    data += encode_record(Snapshot(1, 1), writer=WRITER, generation=GENERATION, offset=HEADER_BYTES + len(data))
-    assert read(data)[0] == ([Snapshot(1, 1)] if passed_over else [])
+
+def test_an_extent_keeps_fields_of_later_versions() -> None:
+    added = SAMPLE[3]
+    assert isinstance(added, ExtentAdded)
+    later = replace(added, flags=0x8000_0001, fields=frame(2, b"tenant") + frame(77, b""))
+    assert read(journal([later]))[0] == [later]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Snapshot(2**62, 0),
+        Snapshot(0, 2**31),
+        SegmentOpened(SegmentName(WRITER, 2**31), 4096, 1, 1, bytes(32)),
+        SegmentOpened(SegmentName(WRITER, 1), 4096, 2**62, 1, bytes(32)),
+        SegmentSealed(SegmentName(WRITER, 1), 2**64 - 1),
+        ExtentAdded(ExtentName(SegmentName(WRITER, 1), 2**63), 1, 1, 1, 1, "", bytes(16), b""),
+        ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 1, 2**31, 1, 1, "", bytes(16), b""),
+        Touched(((ExtentName(SegmentName(WRITER, 1), 1), 2**63),)),
+        Removed(2**63, "", ()),
+        Removed(1, "", ((ExtentName(SegmentName(WRITER, 1), 2**63), b""),)),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_numbers_that_no_index_can_hold_end_the_journal(record: Record) -> None:
+    found, state = read(journal([Snapshot(1, 1), record]))
+    assert (found, state.stopped) == ([Snapshot(1, 1)], "unreadable")
 
 
 def test_many_removals_are_cut_into_records_of_bounded_size() -> None:
@@ -139,7 +166,7 @@ def test_many_removals_are_cut_into_records_of_bounded_size() -> None:
 
 
 def test_a_journal_header_with_a_flipped_bit_is_refused() -> None:
-    header = encode_journal_header(WRITER, GENERATION, 5)
+    header = encode_journal_header(WRITER, GENERATION, 5, host=bytes(range(16)))
     assert len(header) == HEADER_BYTES
     assert decode_journal_header(header) == (WRITER, GENERATION, 1)
     for at in range(len(header)):

@@ -98,12 +98,15 @@ class Books:
         self._used_rows = 0
         self._prefixes: list[bytes] = []
         self._retention: list[str] = []
+        self._parents: list[bytes] = []
+        self._fields: list[bytes] = []
         self._segment = np.zeros(64, np.int32)
         self._offset = np.zeros(64, np.int64)
         self._extent_bytes = np.zeros(64, np.int64)
         self._header_bytes = np.zeros(64, np.int32)
         self._created_ms = np.zeros(64, np.int64)
         self._last_used = np.zeros(64, np.int64)
+        self._flags = np.zeros(64, np.uint32)
         self._leases = np.zeros(64, np.int32)
         self._generation = np.zeros(64, np.int64)
         self._alive = np.zeros(64, np.bool_)
@@ -208,6 +211,9 @@ class Books:
         self._alive[row] = True
         self._prefixes[row] = record.prefixes
         self._retention[row] = record.retention
+        self._parents[row] = record.parent
+        self._flags[row] = record.flags
+        self._fields[row] = record.fields
         segment.rows[record.extent.offset] = row
         segment.live_bytes += record.extent_bytes
         self.live_bytes += record.extent_bytes
@@ -372,7 +378,10 @@ class Books:
             int(self._created_ms[row]),
             int(self._last_used[row]),
             self._retention[row],
+            self._parents[row],
             self._prefixes[row],
+            int(self._flags[row]),
+            self._fields[row],
         )
 
     def _segment_records(self, segment: Segment) -> Iterator[Record]:
@@ -400,6 +409,8 @@ class Books:
         self._used_rows += 1
         self._prefixes.append(b"")
         self._retention.append("")
+        self._parents.append(b"")
+        self._fields.append(b"")
         return row
 
 
@@ -410,6 +421,7 @@ _COLUMNS = (
     "_header_bytes",
     "_created_ms",
     "_last_used",
+    "_flags",
     "_leases",
     "_generation",
     "_alive",

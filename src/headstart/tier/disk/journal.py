@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from headstart.errors import StoreError
 from headstart.tier.disk.directory import Directory
@@ -59,7 +61,7 @@ class Journal:
         reserve_bytes: int = RESERVE_BYTES,
     ) -> Journal:
         """Write a generation that holds `records` and take its lock. Raises OSError, leaving nothing behind."""
-        data = bytearray(encode_journal_header(writer, generation, now_ms))
+        data = bytearray(encode_journal_header(writer, generation, now_ms, host=_host()))
         for record in records:
             data += encode_record(record, writer=writer, generation=generation, offset=len(data))
         temporary, path = directory.temporary_path(), directory.journal_path(writer, generation)
@@ -229,3 +231,13 @@ class JournalTail:
             raise StoreError(
                 f"journal {self._path} cannot be read: {error}", reason="journal-header", path=self._path
             ) from error
+
+
+@cache
+def _host() -> bytes:
+    """Return what names this machine since it was started; zeros where it does not say. Locks are worth as much as that: on a
+    file system that several machines share, a lock that can be taken may still be held on another one."""
+    try:
+        return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)

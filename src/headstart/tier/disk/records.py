@@ -16,13 +16,18 @@ from typing import NamedTuple
 
 import xxhash
 
+from headstart.block.framing import frame, unframe
+
 MAGIC = b"hsjournl"
 VERSION = 1
 WRITER_BYTES = 16
 PREFIX_BYTES = 16  # of a block's key
 SKIPPABLE = 0x80  # a reader that does not know such a type passes over it
 MAX_PAYLOAD_BYTES = 16 << 20
-HEADER_BYTES = 64
+HEADER_BYTES = 80
+BOUNDARY_STATE = 1  # flag of an extent: its bytes end with a boundary state
+_CLASS = 1  # tag of an extent's field; 2 (tenant) and 3 (session) are reserved
+_NUMBERS = 1 << 62  # every u64 of a record is below: arithmetic on it stays inside an i64
 
 
 class RecordType(IntEnum):
@@ -79,7 +84,9 @@ class SegmentSealed:
 
 @dataclass(frozen=True, slots=True)
 class ExtentAdded:
-    """`prefixes`: the first 16 bytes of each block's key, joined. `last_used`: the use counter, not a time."""
+    """`parent`: the first 16 bytes of the key before the first block, or of the root. `prefixes`: those of each block's key,
+    joined. `last_used`: the use counter, not a time. `fields`: framed fields that this version does not know, kept as they
+    are."""
 
     extent: ExtentName
     extent_bytes: int
@@ -87,7 +94,10 @@ class ExtentAdded:
     created_ms: int
     last_used: int
     retention: str
+    parent: bytes
     prefixes: bytes
+    flags: int = 0
+    fields: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +144,34 @@ class Snapshot:
     next_sequence: int
 
 
-Record = RepresentationDeclared | SegmentOpened | SegmentSealed | ExtentAdded | Touched | Removed | Snapshot
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A record that says nothing to this version, but may to a later one: it is passed over, and outlives the generation."""
+
+    kind: int
+    payload: bytes
 
 
-def encode_journal_header(writer: bytes, generation: int, created_ms: int) -> bytes:
-    body = _JOURNAL_HEADER.pack(MAGIC, VERSION, generation, writer, created_ms)
+Record = RepresentationDeclared | SegmentOpened | SegmentSealed | ExtentAdded | Touched | Removed | Snapshot | Unknown
+
+
+def encode_journal_header(writer: bytes, generation: int, created_ms: int, *, host: bytes) -> bytes:
+    """Return the header. `host`: 16 bytes that name the machine and its boot, zeros where it has no such name."""
+    body = _JOURNAL_HEADER.pack(MAGIC, VERSION, generation, writer, host, created_ms, 0)
     return body + xxhash.xxh3_128_digest(body)
 
 
 def decode_journal_header(data: bytes | memoryview) -> tuple[bytes, int, int]:
-    """Return (writer, generation, version). Raises ValueError for what is no journal header."""
+    """Return (writer, generation, version); of another version, only these are sure. Raises ValueError for what is no journal
+    header."""
     body, check = bytes(data[: _JOURNAL_HEADER.size]), bytes(data[_JOURNAL_HEADER.size : HEADER_BYTES])
     if len(check) != 16 or xxhash.xxh3_128_digest(body) != check:
         raise ValueError("the header's check does not hold")
-    magic, version, generation, writer, _created = _JOURNAL_HEADER.unpack(body)
+    magic, version, generation, writer, _host, _created, reserved = _JOURNAL_HEADER.unpack(body)
     if magic != MAGIC:
         raise ValueError("no journal")
+    if version == VERSION and reserved:
+        raise ValueError("reserved bytes of the journal are not zero")
     return writer, generation, version
 
 
@@ -193,20 +215,19 @@ def decode_records(data: memoryview, *, writer: bytes, generation: int, offset: 
         except (ValueError, struct.error, UnicodeDecodeError):
             state.stopped = "unreadable"
             return
-        if record is not None:
-            yield record
+        yield record
         at = end
         state.end = offset + at
 
 
-_JOURNAL_HEADER = struct.Struct("<8sII16sQ8x")
+_JOURNAL_HEADER = struct.Struct("<8sII16s16sQQ")
 _PREFIX = struct.Struct("<IB")
 _CHECK_BYTES = 8
 _SEGMENT = struct.Struct("<16sI")
 _EXTENT = struct.Struct("<16sIQ")
 _OPENED = struct.Struct("<16sIIQQ32s")
 _SEALED = struct.Struct("<16sIQ")
-_ADDED = struct.Struct("<16sIQQIQQIB")
+_ADDED = struct.Struct("<16sIQQIQQII16s")
 _USE = struct.Struct("<16sIQQ")
 _REMOVED = struct.Struct("<QIB")
 _GONE = struct.Struct("<16sIQI")
@@ -219,7 +240,7 @@ def _check(body: bytes | memoryview, writer: bytes, generation: int, offset: int
     return digest.digest()
 
 
-def _encode(record: Record) -> tuple[RecordType, bytes]:
+def _encode(record: Record) -> tuple[int, bytes]:
     match record:
         case RepresentationDeclared(encoded):
             return RecordType.REPRESENTATION, encoded
@@ -227,13 +248,8 @@ def _encode(record: Record) -> tuple[RecordType, bytes]:
             return RecordType.SEGMENT_OPENED, _OPENED.pack(*segment, header_bytes, capacity_bytes, created_ms, representation)
         case SegmentSealed(segment, end):
             return RecordType.SEGMENT_SEALED, _SEALED.pack(*segment, end)
-        case ExtentAdded(extent, extent_bytes, header_bytes, created_ms, last_used, retention, prefixes):
-            name = retention.encode()
-            blocks = len(prefixes) // PREFIX_BYTES
-            fixed = _ADDED.pack(
-                *extent.segment, extent.offset, extent_bytes, header_bytes, created_ms, last_used, blocks, len(name)
-            )
-            return RecordType.ADDED, fixed + name + prefixes
+        case ExtentAdded():
+            return RecordType.ADDED, _encode_added(record)
         case Touched(uses):
             return RecordType.TOUCHED, b"".join(_USE.pack(*extent.segment, extent.offset, used) for extent, used in uses)
         case Removed(time_ms, reason, extents, quarantined):
@@ -244,51 +260,92 @@ def _encode(record: Record) -> tuple[RecordType, bytes]:
             return (RecordType.QUARANTINED if quarantined else RecordType.REMOVED), b"".join(parts)
         case Snapshot(counter, next_sequence):
             return RecordType.SNAPSHOT, _SNAPSHOT.pack(counter, next_sequence)
+        case Unknown(kind, payload):
+            return kind, payload
 
 
-def _decode(kind: int, payload: memoryview) -> Record | None:
+def _encode_added(record: ExtentAdded) -> bytes:
+    fixed = _ADDED.pack(
+        *record.extent.segment,
+        record.extent.offset,
+        record.extent_bytes,
+        record.header_bytes,
+        record.created_ms,
+        record.last_used,
+        record.flags,
+        len(record.prefixes) // PREFIX_BYTES,
+        record.parent,
+    )
+    return fixed + record.prefixes + frame(_CLASS, record.retention.encode()) + record.fields
+
+
+def _decode(kind: int, payload: memoryview) -> Record:
     match kind:
         case RecordType.REPRESENTATION:
             return RepresentationDeclared(bytes(payload))
         case RecordType.SEGMENT_OPENED:
             writer, sequence, *rest = _OPENED.unpack(payload)
+            _require_small(sequence << 31, rest[0] << 31, *rest[1:3])
             return SegmentOpened(SegmentName(writer, sequence), *rest)
         case RecordType.SEGMENT_SEALED:
             writer, sequence, end = _SEALED.unpack(payload)
+            _require_small(end)
             return SegmentSealed(SegmentName(writer, sequence), end)
         case RecordType.ADDED:
             return _decode_added(payload)
         case RecordType.TOUCHED:
-            uses = _USE.iter_unpack(payload)
+            uses = list(_USE.iter_unpack(payload))
+            _require_small(*(used for *_, used in uses))
             return Touched(tuple((ExtentName(SegmentName(w, s), offset), used) for w, s, offset, used in uses))
         case RecordType.REMOVED | RecordType.QUARANTINED:
             return _decode_removed(payload, quarantined=kind == RecordType.QUARANTINED)
         case RecordType.SNAPSHOT:
-            return Snapshot(*_SNAPSHOT.unpack(payload))
+            counter, next_sequence = _SNAPSHOT.unpack(payload)
+            _require_small(counter, next_sequence << 31)
+            return Snapshot(counter, next_sequence)
         case _ if kind & SKIPPABLE:
-            return None
+            return Unknown(kind, bytes(payload))
         case _:
             raise ValueError(f"record type {kind}")
 
 
 def _decode_added(payload: memoryview) -> ExtentAdded:
-    writer, sequence, offset, nbytes, header, created, used, blocks, name = _ADDED.unpack_from(payload)
-    text = bytes(payload[_ADDED.size : _ADDED.size + name])
-    prefixes = bytes(payload[_ADDED.size + name :])
-    if len(text) != name or len(prefixes) != blocks * PREFIX_BYTES:
+    writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = _ADDED.unpack_from(payload)
+    _require_small(offset, nbytes, header << 31, created, used)
+    end = _ADDED.size + blocks * PREFIX_BYTES
+    if end > len(payload):
         raise ValueError("lengths do not add up")
+    (tag, retention), *others = unframe(bytes(payload[end:]))
+    if tag != _CLASS:
+        raise ValueError("an extent without a class")
     return ExtentAdded(
-        ExtentName(SegmentName(writer, sequence), offset), nbytes, header, created, used, text.decode(), prefixes
+        ExtentName(SegmentName(writer, sequence), offset),
+        nbytes,
+        header,
+        created,
+        used,
+        retention.decode(),
+        parent,
+        bytes(payload[_ADDED.size : end]),
+        flags,
+        b"".join(frame(*field) for field in others),
     )
+
+
+def _require_small(*numbers: int) -> None:
+    if max(numbers, default=0) >= _NUMBERS:
+        raise ValueError("a number that no extent or file can have")
 
 
 def _decode_removed(payload: memoryview, *, quarantined: bool) -> Removed:
     time_ms, count, word = _REMOVED.unpack_from(payload)
+    _require_small(time_ms)
     at = _REMOVED.size + word
     reason = bytes(payload[_REMOVED.size : at]).decode()
     extents = []
     for _ in range(count):
         writer, sequence, offset, blocks = _GONE.unpack_from(payload, at)
+        _require_small(offset)
         at += _GONE.size + blocks * PREFIX_BYTES
         if at > len(payload):
             raise ValueError("lengths do not add up")

@@ -7,6 +7,7 @@ from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.disk.door import Disk, Handle
 from headstart.tier.disk.records import (
+    BOUNDARY_STATE,
     PREFIX_BYTES,
     ExtentAdded,
     ExtentName,
@@ -73,7 +74,9 @@ def _extent_at(
         header.created_ms,
         0,  # when it was used last is not known: it gives way first
         header.retention,
+        header.parent[:PREFIX_BYTES],
         b"".join(key[:PREFIX_BYTES] for key in header.keys),
+        BOUNDARY_STATE if header.state_bytes else 0,
     )
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock
 
 from headstart.block.representation import Representation
@@ -278,15 +279,7 @@ class Store:
                 self.disk.write(handle, image, offset)
                 if self._sync:
                     self.disk.sync(handle)
-                placed = ExtentAdded(
-                    ExtentName(segment.name, offset),
-                    nbytes,
-                    added.header_bytes,
-                    added.created_ms,
-                    self.books.counter + 1,
-                    added.retention,
-                    added.prefixes,
-                )
+                placed = replace(added, extent=ExtentName(segment.name, offset), last_used=self.books.counter + 1)
                 self.append([placed])
             except OSError:
                 with contextlib.suppress(OSError):

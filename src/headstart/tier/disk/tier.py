@@ -23,7 +23,7 @@ from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
-from headstart.tier.disk.records import PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName
+from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName
 from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
@@ -155,7 +155,17 @@ class DiskTier:
         if self._clock() >= self._look_due:
             self.refresh()
         prefixes = b"".join(key[:PREFIX_BYTES] for key in header.keys)
-        added = ExtentAdded(_UNPLACED, image.nbytes, layout.header_bytes, header.created_ms, 0, retention, prefixes)
+        added = ExtentAdded(
+            _UNPLACED,
+            image.nbytes,
+            layout.header_bytes,
+            header.created_ms,
+            0,
+            retention,
+            header.parent[:PREFIX_BYTES],
+            prefixes,
+            BOUNDARY_STATE if header.state_bytes else 0,
+        )
         return self._store.add(image, representation, added, keys=header.keys)
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
