@@ -157,13 +157,16 @@ class TierContract:
         assert sorted(reasons) == ["present"] * 7 + ["written"]
         assert tier.statistics().extents == 1
 
-    def test_an_extent_larger_than_the_tier_is_refused_and_evicts_nothing(self, tier: Tier) -> None:
-        kept = prompt(4)
+    def test_the_largest_extent_is_taken_and_a_larger_one_refused_without_evicting(self, tier: Tier) -> None:
+        kept = prompt(2)
         put(tier, kept)
-        pieces = self.capacity_bytes // sum(n or 0 for n in TINY.layer_bytes) + 1
-        outcome = tier.write(prompt(pieces, seed=1).image(), TINY)
+        pieces = 1
+        while header_and_extent_bytes(TINY, pieces + 1)[1] <= tier.max_extent_bytes(TINY):
+            pieces += 1
+        outcome = tier.write(prompt(pieces + 1, seed=1).image(), TINY)
         assert (outcome.stored, outcome.reason) == (False, "too-large")
         assert -1 not in located(tier, kept)
+        assert tier.write(prompt(pieces, seed=1).image(), TINY).reason == "written"
 
     # A lease protects.
 
