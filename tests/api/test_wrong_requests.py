@@ -190,9 +190,10 @@ def test_before_it_is_ready_the_server_says_how_far_it_is() -> None:
         assert "reading weights (25%)" in response.json()["error"]["message"]
         assert "headstart_ready 0.0" in httpx.get(f"{server.url}/metrics").text
 
-        server.service.failed(ModelError("there is no model of that name"))
-        assert httpx.get(f"{server.url}/health").json() == {"status": "failed", "error": "there is no model of that name"}
-        with server.client() as client, pytest.raises(openai.InternalServerError, match="no model of that name"):
+        server.service.failed(ModelError("/home/somebody/model has no config.json"))
+        public = "the model could not be loaded; the server's log says why"  # whose folders are whose is for the log
+        assert httpx.get(f"{server.url}/health").json() == {"status": "failed", "error": public}
+        with server.client() as client, pytest.raises(openai.InternalServerError, match=public):
             client.models.list()
 
         server.service.ready(served(server.engine))
@@ -200,6 +201,17 @@ def test_before_it_is_ready_the_server_says_how_far_it_is() -> None:
         assert health.status_code == 200
         assert health.json()["status"] == "ok"
         assert health.json()["cache"] == server.engine.info.cache
+
+
+def test_an_engine_that_failed_is_a_503_with_a_sentence() -> None:
+    class FailedEngine(FakeEngine):
+        failed = "the engine stopped; restart the server"
+
+    with running(FailedEngine()) as server:
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed", "error": FailedEngine.failed})
+        status, error = post(server, {"messages": MESSAGES})
+        assert (status, error["code"], error["message"]) == (503, "engine_failed", FailedEngine.failed)
 
 
 def wait_until(condition: Any) -> None:

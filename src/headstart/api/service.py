@@ -21,7 +21,7 @@ from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooM
 from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
 from headstart.api.served import Served
-from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.errors import HeadstartError
 from headstart.render import Renderer, TextStream
 
@@ -30,6 +30,7 @@ log = logging.getLogger("headstart")
 KEEPALIVE_S = 10.0
 RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for the engine's last word
 _NAMES_LOGGED = 256  # different ignored names that are logged before the log falls silent
+_NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,19 @@ class Service:
         return self._state if isinstance(self._state, Served) else None
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Return an HTTP status and what /health says."""
+        """Return an HTTP status and what /health says. Paths are for the log: whoever reaches the port reads this."""
         state = self._state
         if isinstance(state, Loading):
             return 503, {"status": "loading", "stage": state.stage, "progress": state.progress}
         if isinstance(state, HeadstartError):
-            return 503, {"status": "failed", "error": state.message}
+            return 503, {"status": "failed", "error": _NOT_LOADED}
+        if failure := _failure_of(state.engine):
+            return 503, {"status": "failed", "error": failure}
         info = state.engine.info
         status = {"status": "closing" if self._closing else "ok", "model": state.name, "note": state.note}
-        facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": info.cache}
+        said, _, why = info.cache.partition("; ")  # what went wrong with a tier names its directory
+        cache = said + ("; the server's log says why" if why else "")
+        facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
         return 503 if self._closing else 200, status | facts
 
     def require_served(self) -> Served:
@@ -87,7 +92,9 @@ class Service:
             done = "" if state.progress is None else f" ({state.progress:.0%})"
             raise NotReady(f"the model is still loading: {state.stage}{done}", code="model_loading", retry_after_s=2)
         if isinstance(state, HeadstartError):
-            raise NotReady(f"the model could not be loaded: {state.message}", code="model_failed")
+            raise NotReady(_NOT_LOADED, code="model_failed")
+        if failure := _failure_of(state.engine):
+            raise NotReady(failure, code="engine_failed")
         return state
 
     def model_object(self, name: str | None = None) -> dict[str, Any]:
@@ -150,6 +157,12 @@ class Service:
         if new and len(self._logged) < _NAMES_LOGGED:
             self._logged.update((what, name) for name in new)
             log.info("ignoring unknown %s %s", what, ", ".join(repr(name[:64]) for name in new))
+
+
+def _failure_of(engine: Engine) -> str | None:
+    """Return one sentence if the engine has died, for engines that can tell; it answers no more until the server restarts."""
+    failure: str | None = getattr(engine, "failed", None)
+    return failure
 
 
 class Generation:
