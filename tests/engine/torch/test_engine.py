@@ -15,6 +15,7 @@ from reference import Answer, ask, engine_of, loaded, some_tokens, stock, stock_
 from headstart.engine.base import GenerationRequest, Sampling, TokenEvent
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.sequence import Sequence
 from headstart.errors import ContextLengthExceeded, RequestError
 
 Folders = Callable[..., Path]
@@ -242,6 +243,77 @@ def test_an_exception_in_a_step_ends_its_requests_and_the_engine_goes_on(
     assert "out of luck" in caplog.text
     assert engine.load().counters["step_faults"] == 1
     assert ask(engine, some_tokens(10)).result().finish == "length"
+
+
+def test_a_fault_while_idle_does_not_end_the_engine(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> bool:
+        monkeypatch.undo()
+        raise RuntimeError("nothing to do, and yet")
+
+    monkeypatch.setattr(engine, "_touch_more", broken)
+    assert ask(engine, some_tokens(10)).result().finish == "length"
+    eventually(lambda: engine.load().counters.get("engine_faults") == 1)
+    engine.warm_up()  # in a later round
+    assert ask(engine, some_tokens(10)).result().finish == "length"
+    assert engine.failed is None
+    assert "nothing to do, and yet" in caplog.text
+
+
+def test_a_request_that_a_fault_ended_before_it_was_taken_in_never_runs(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = engine._take_mail
+
+    def broken() -> None:
+        if engine._mail:
+            monkeypatch.undo()
+            raise RuntimeError("no mail today")
+        real()
+
+    monkeypatch.setattr(engine, "_take_mail", broken)
+    assert ask(engine, some_tokens(10), 50).result().finish == "error"
+    assert ask(engine, some_tokens(10), 60).result().finish == "length"
+    assert engine.load().counters["generated_tokens"] == 60
+
+
+def test_when_the_thread_dies_every_request_and_call_is_told_and_new_ones_are_refused(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deadly() -> bool:
+        eventually(lambda: len(engine._calls) == 1)
+        raise SystemExit("out of here")
+
+    answers = [ask(engine, some_tokens(300, seed=n), 200) for n in range(3)]
+    monkeypatch.setattr(engine, "_round", deadly)
+    with pytest.raises(RequestError, match="internal error"):
+        engine.next_logits([1, 2, 3])
+    for answer in answers:
+        assert answer.result().finish == "error"
+        assert answer.result().error == engine.failed
+    assert "out of here" in caplog.text
+    assert (engine.load().running, engine.load().waiting, engine.load().kv_used_bytes) == (0, 0, 0)
+    for refused in (lambda: ask(engine, [1]), lambda: engine.next_logits([1])):
+        with pytest.raises(RequestError, match="restart the server"):
+            refused()
+
+
+def test_a_request_that_cannot_give_back_its_memory_still_gets_its_last_event(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Sequence.release_kv
+
+    def broken(sequence: Sequence) -> None:
+        real(sequence)
+        raise RuntimeError(f"lost by {sequence.request.id}")
+
+    answers = [ask(engine, some_tokens(300, seed=n), 200, id=f"r{n}") for n in range(3)]
+    monkeypatch.setattr(Sequence, "release_kv", broken)
+    engine.close()
+    assert [answer.result().finish for answer in answers] == ["abort"] * 3
+    assert "lost by r0" in caplog.text
+    assert engine.load().counters["engine_faults"] == 3
 
 
 def test_a_receiver_that_fails_ends_its_own_request_only(engine: TorchEngine, caplog: pytest.LogCaptureFixture) -> None:

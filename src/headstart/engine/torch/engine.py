@@ -62,6 +62,7 @@ class TorchEngine:
         load_timeout_s: float = 30.0,
     ) -> None:
         self.info = info
+        self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
         self.cache = cache
         self._memory = memory
@@ -96,8 +97,7 @@ class TorchEngine:
             use_cache=request.use_cache and self._bridge is not None,
         )
         with self._lock:
-            if self._closing:
-                raise RequestError("the engine is shutting down; send the request again later", code="shutting_down")
+            self._refuse_if_over()
             if request.id in self._known:
                 raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
             self._known[request.id] = sequence
@@ -169,35 +169,58 @@ class TorchEngine:
         """Run `function` on the engine's thread, between two steps."""
         future: Future[_T] = Future()
         with self._lock:
-            if self._closing:
-                raise RequestError("the engine is shutting down", code="shutting_down")
+            self._refuse_if_over()
             self._calls.append((function, future))
         self._wake.set()
         return future.result()
 
+    def _refuse_if_over(self) -> None:
+        if self.failed is not None:
+            raise RequestError(self.failed, code="engine_failed")
+        if self._closing:
+            raise RequestError("the engine is shutting down; send the request again later", code="shutting_down")
+
     # The engine's thread.
 
     def _serve(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            try:
-                self._take_mail()
-                self._settle_loads()
-                self._admit()
-                work = plan_step(self._running, chunk_tokens=self._chunk_tokens)
-                if work:
-                    self._step(work)
-                    continue
-            except Exception:  # noqa: BLE001 - the thread's outer edge
-                self._counters.add("engine_faults")
-                _log.exception("the engine failed outside of a step; its requests are ended")
-                self._end_all("error", "an internal error ended this request; the server's log has the details")
-            if self._running or not self._touch_more():
-                self._wake.wait(self._idle_s())
+        try:
+            while not self._closing:
+                self._wake.clear()
+                try:
+                    busy = self._round()
+                    if not busy and (self._running or not self._touch_more()):
+                        self._wake.wait(self._idle_s())
+                except Exception:  # noqa: BLE001 - the thread's outer edge
+                    self._counters.add("engine_faults")
+                    _log.exception("the engine failed outside of a step; its requests are ended")
+                    self._end_all("error", "an internal error ended this request; the server's log has the details")
+                    self._wake.wait(_IDLE_S)  # what fails at every round must not take a whole core
+        except BaseException:  # noqa: BLE001 - the thread's last edge: nothing ends it unseen
+            self._counters.add("engine_faults")
+            _log.critical("the engine's thread failed", exc_info=True)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The thread ends, as it was asked to or not: nobody waits for it any longer."""
         with self._lock:
-            for _, future in self._calls:
-                future.set_exception(RequestError("the engine is shutting down", code="shutting_down"))
-        self._end_all("abort", None)
+            if not self._closing:
+                self.failed = "the engine stopped after an internal error; restart the server, its log has the details"
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            future.set_exception(RequestError(self.failed or "the engine is shutting down", code="shutting_down"))
+        self._end_all("abort" if self.failed is None else "error", self.failed)
+
+    def _round(self) -> bool:
+        """Take in what is new and run a step; return whether there was one."""
+        self._take_mail()
+        self._settle_loads()
+        self._admit()
+        work = plan_step(self._running, chunk_tokens=self._chunk_tokens)
+        if work:
+            self._step(work)
+        return bool(work)
 
     def _touch_more(self) -> bool:
         """Use an idle moment to back KV memory for later requests; a request that arrives waits some 10 ms at most."""
@@ -209,7 +232,7 @@ class TorchEngine:
 
     def _take_mail(self) -> None:
         with self._lock:
-            self._waiting.extend(self._mail)
+            self._waiting.extend(sequence for sequence in self._mail if not sequence.ended)
             self._mail.clear()
             calls = list(self._calls)
             self._calls.clear()
@@ -376,26 +399,31 @@ class TorchEngine:
         if sequence.ended:
             return
         sequence.ended = True
-        if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
-            sequence.load.cancel()
-            self._drop_load(sequence)
-        elif finish != "error":
-            self._save(sequence)
-        sequence.release_kv()
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        with self._lock:
-            self._known.pop(sequence.request.id, None)
-        self._counters.add(f"finished_{finish}")
-        self._emit(sequence, TokenEvent(token, finish=finish, receipt=sequence.receipt(time.monotonic()), error=error))
+        for queue in (self._running, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        try:
+            if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
+                sequence.load.cancel()
+                self._drop_load(sequence)
+            elif finish != "error":
+                self._save(sequence)
+            sequence.release_kv()
+        finally:
+            with self._lock:
+                self._known.pop(sequence.request.id, None)
+            self._counters.add(f"finished_{finish}")
+            self._emit(sequence, TokenEvent(token, finish=finish, receipt=sequence.receipt(time.monotonic()), error=error))
 
     def _end_all(self, finish: FinishReason, error: str | None) -> None:
         with self._lock:
             known = list(self._known.values())
         for sequence in known:
-            self._end(sequence, finish, error=error)
+            try:
+                self._end(sequence, finish, error=error)
+            except Exception:  # noqa: BLE001 - a request's outer edge: the others are ended all the same
+                self._counters.add("engine_faults")
+                _log.exception("request %s could not give back what it held", sequence.request.id)
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
         try:
