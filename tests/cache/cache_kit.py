@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def disk(capacity_bytes: int = 16 << 20) -> SpotTier:
 
 
 def cache_of(*tiers: Tier, representation: Representation = TINY, **options: Any) -> PrefixCache:
+    options = {"match_timeout_s": TIMEOUT_S} | options  # a busy machine must not turn a hit into a miss
     return PrefixCache(tiers, identity=IDENTITY, representation=representation, **options)
 
 
@@ -77,6 +79,14 @@ def spot(representation: Representation, *, pieces: int, layer: int, piece: int)
 
 def extents(tier: Tier) -> int:
     return tier.statistics().extents
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return once another thread has made `condition` true."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
 
 
 def leased_bytes(tier: Tier) -> int:

@@ -8,12 +8,13 @@ from threading import Event
 
 import numpy as np
 import pytest
-from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt, spot
+from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt, spot, until
 
 from headstart.block.extent import layout_of, seal
 from headstart.block.representation import Representation
 from headstart.cache import extents as extents_module
 from headstart.cache import faults as faults_module
+from headstart.cache.prefix_cache import SaveResult
 from headstart.errors import LoadFailed
 from headstart.testing.fake_kv import PAGED, TINY, UNEVEN, FakeDestination, aligned_bytes
 from headstart.testing.faults import Fault, FaultyTier
@@ -75,33 +76,48 @@ def test_a_bad_header_loses_its_extent_and_what_follows(bad: int, kind: str, mon
         assert loaded.wrong == []
 
 
-def test_a_corrupt_extent_is_deleted_and_can_be_saved_again_while_its_lease_is_held() -> None:
+def test_a_corrupt_extent_is_saved_again_while_leases_are_held() -> None:
     tier = disk()
     kv = prompt(PIECES * 64 + 1)
     with cache_of(tier) as cache:
         save(cache, kv)
-        tier.spots[spot(TINY, pieces=PIECES, layer=1, piece=3)] = "flip"
-        with match(cache, kv) as lease:
+        with match(cache, kv), match(cache, kv) as lease:
+            tier.spots[spot(TINY, pieces=PIECES, layer=1, piece=3)] = "flip"
             assert finish(lease, kv).usable_tokens == 3 * 64
-            assert extents(tier) == 0
+            assert hit_tokens(cache, kv) == 0
             tier.spots.clear()
-            assert save(cache, kv).stored_tokens == PIECES * 64
+            result = save(cache, kv)
+            assert (result.stored_tokens, result.written_bytes) == (PIECES * 64, kv.image().nbytes)
             assert load(cache, kv).usable_tokens == PIECES * 64
-        assert tier.statistics().counters["deleted_corrupt"] == 1
+        assert (extents(tier), tier.statistics().counters["deleted_corrupt"]) == (1, 1)
         assert leased_bytes(tier) == 0
 
 
-def test_a_corrupt_extent_that_another_lease_holds_goes_with_that_lease() -> None:
-    tier = disk()
+def test_a_deletion_that_fails_is_tried_again_by_the_next_save() -> None:
+    inner = disk()
+    tier = FaultyTier(inner)
     kv = prompt(PIECES * 64 + 1)
     with cache_of(tier) as cache:
         save(cache, kv)
-        other = match(cache, kv)
-        tier.spots[spot(TINY, pieces=PIECES, layer=0, piece=0)] = "flip"
+        inner.spots[spot(TINY, pieces=PIECES, layer=1, piece=3)] = "flip"
+        tier.inject(Fault("delete", "eio", times=1))
+        assert load(cache, kv).usable_tokens == 3 * 64
+        inner.spots.clear()
+        until(lambda: tier.injected["delete", "eio"] == 1)
+        assert save(cache, kv).stored_tokens == PIECES * 64
+        assert load(cache, kv).usable_tokens == PIECES * 64
+
+
+def test_while_it_cannot_be_deleted_a_corrupt_extent_is_not_called_stored() -> None:
+    inner = disk()
+    tier = FaultyTier(inner)
+    kv = prompt(PIECES * 64 + 1)
+    with cache_of(tier) as cache:
+        save(cache, kv)
+        inner.spots[spot(TINY, pieces=PIECES, layer=1, piece=3)] = "flip"
+        tier.inject(Fault("delete", "eio"))
         load(cache, kv)
-        assert (extents(tier), hit_tokens(cache, kv)) == (1, 0)
-        other.release()
-        assert extents(tier) == 0
+        assert save(cache, kv) == SaveResult(0, 0, "error")
 
 
 def test_an_extent_that_could_not_be_read_is_not_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

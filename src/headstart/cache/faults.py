@@ -1,14 +1,15 @@
 """What becomes of a tier's failures: a counter, a miss, and no endless retry.
 
 An extent that failed to load is not matched again: for a minute after an error while reading, for good when its bytes were
-wrong. The latter is deleted as soon as no lease protects it.
+wrong. The latter is deleted, by the saver's thread, and deleted again until the tier has really let go of it: so that a save
+that follows writes its blocks anew.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -56,12 +57,18 @@ class Quarantine:
             self._until = {extent: until for extent, until in self._until.items() if until > now}
             return list(self._until)
 
-    def delete_corrupt(self, extents: Sequence[ExtentId]) -> None:
-        """Delete those of `extents` that were found corrupt, unless a lease still protects them: its release asks again."""
+    def corrupt(self) -> list[ExtentId]:
+        """Return what is avoided for good. A save counts it as absent; what may be read again in a minute it does not."""
         with self._lock:
-            corrupt = [extent for extent in extents if self._until.get(extent) == _FOR_GOOD]
-        for extent in corrupt:
+            return [extent for extent, until in self._until.items() if until == _FOR_GOOD]
+
+    def delete_corrupt(self) -> None:
+        """Ask the tier to delete what is avoided for good; what it has let go of needs no avoiding any more."""
+        corrupt = self.corrupt()
+        if corrupt:
             with counted(self._counters, self._tier, "delete"):
-                if self._tier.delete([extent], reason="corrupt") or self._tier.info(extent) is None:
-                    with self._lock:
+                self._tier.delete(corrupt, reason="corrupt")
+                gone = [extent for extent in corrupt if self._tier.info(extent) is None]
+                with self._lock:
+                    for extent in gone:
                         self._until.pop(extent, None)  # ids are not used again

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from threading import Lock
 from types import TracebackType
 
-from headstart.cache.faults import Quarantine, counted
 from headstart.cache.lookup import Run
+from headstart.cache.source import Source
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, Tier
-from headstart.transfer.io_pool import IOPool
+from headstart.tier.base import ExtentId
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.span import Prompt, Span, start_reading
 
-_EXTENT_AT_FAULT = {"corrupt", "read", "stale", "collision", "gone"}
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tier as the cache uses it: with the threads that read from it and the extents of it that are avoided."""
-
-    tier: Tier
-    pool: IOPool
-    quarantine: Quarantine
+_WRONG = {"corrupt", "stale"}  # what the extent says will not get better
+_FAILED = {"read", "collision", "gone"}
 
 
 class Lease:
@@ -40,14 +30,17 @@ class Lease:
         held: dict[int, list[ExtentId]],
         timeout_s: float,
         counters: Counters,
+        note_use: Callable[[Source, Sequence[ExtentId]], None],
     ) -> None:
-        """`held`: extents that are under this lease, by source number; exactly those are released."""
+        """`held`: extents that are under this lease, by source number; exactly those are released. `note_use` is called with
+        what a load read from each source, and must not do I/O."""
         self.tokens = sum(run.pieces for run in runs) * prompt.representation.piece_tokens
         self._sources = sources
         self._runs = runs
         self._prompt = prompt
         self._timeout_s = timeout_s
         self._counters = counters
+        self._note_use = note_use
         self._lock = Lock()
         self._held = held
         self._load: Load | None = None
@@ -100,31 +93,23 @@ class Lease:
         return Span(source.tier, source.pool, run.extent, first=run.first, pieces=run.pieces, start=run.start)
 
     def _settle(self, load: Load) -> None:
-        """Count what the load brought, note the use, avoid what failed. Called once, when no read is under way any more."""
+        """Count what the load brought, avoid what failed, have the use noted. Called once, when no read is under way any more,
+        and before anyone is told so: nothing here waits for a medium's writes."""
         good_pieces = load.usable_tokens // load.representation.piece_tokens
         for tier, tokens in load.tokens_by_tier.items():
             self._counters.add(f"loaded_tokens_{tier}", tokens)
-        for number, source in enumerate(self._sources):
-            used = [run.extent for run in self._runs if run.tier == number and run.start < good_pieces]
-            if used:
-                with counted(self._counters, source.tier, "touch"):
-                    source.tier.touch(list(dict.fromkeys(used)))
-        failed: dict[int, list[ExtentId]] = {}
         for reason, number in dict.fromkeys((fault.reason, fault.source) for fault in load.faults):
             self._counters.add(f"load_failed_{reason}")
-            if reason in _EXTENT_AT_FAULT:
+            if reason in _WRONG | _FAILED:
                 run = self._runs[number]
-                self._sources[run.tier].quarantine.avoid(run.extent, for_good=reason == "corrupt")
-                failed.setdefault(run.tier, []).append(run.extent)
+                self._sources[run.tier].quarantine.avoid(run.extent, for_good=reason in _WRONG)
+        for number, source in enumerate(self._sources):
+            runs = [run for run in self._runs if run.tier == number]
+            if runs:
+                self._note_use(source, list(dict.fromkeys(run.extent for run in runs if run.start < good_pieces)))
         with self._lock:
             self._loading = False
-            if self._released:
-                held = self._take_held()
-            else:
-                # What failed is let go at once, so that a save that follows finds it deleted and writes its blocks anew.
-                held = {number: [e for e in self._held[number] if e in extents] for number, extents in failed.items()}
-                for number, extents in held.items():
-                    self._held[number] = [e for e in self._held[number] if e not in extents]
+            held = self._take_held() if self._released else {}
         self._let_go(held)
 
     def _take_held(self) -> dict[int, list[ExtentId]]:
@@ -133,7 +118,4 @@ class Lease:
 
     def _let_go(self, held: dict[int, list[ExtentId]]) -> None:
         for number, extents in held.items():
-            source = self._sources[number]
-            with counted(self._counters, source.tier, "release"):
-                source.tier.release(extents)
-            source.quarantine.delete_corrupt(extents)
+            self._sources[number].release(extents)

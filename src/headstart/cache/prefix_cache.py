@@ -12,6 +12,7 @@ No call here raises because a medium failed. ValueError is for wrong use.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,21 +24,19 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain, chain_keys, token_bytes
 from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
-from headstart.cache.faults import Quarantine, counted
-from headstart.cache.lease import Lease, Source
+from headstart.cache.faults import counted
+from headstart.cache.lease import Lease
 from headstart.cache.lookup import Pieces, Run, longest_prefix, pieces_of
 from headstart.cache.saver import Saver, SaveRequest, SaveResult, Ticket
+from headstart.cache.source import Source
 from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Problem, Tier, TierStatistics
-from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.span import Prompt
 
 __all__ = ["CacheStatistics", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
-_READ_THREADS = 8
-_COPY_THREADS = 2  # memory is copied, not waited for
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +50,7 @@ class PrefixCache:
     """`tiers`: fastest first. One per process and representation; safe from many threads.
 
     `save_queue_bytes`: how much of the caller's KV memory saves that wait may keep alive, before one is dropped.
+    `match_timeout_s`: how long a match waits for tiers on a medium; what faster tiers have counts, the rest is then a miss.
     `warnings`: one sentence for each tier that was asked for and could not be had."""
 
     def __init__(
@@ -61,6 +61,7 @@ class PrefixCache:
         representation: Representation,
         save_queue_bytes: int = 4 << 30,
         load_timeout_s: float = 30.0,
+        match_timeout_s: float = 0.2,
         warnings: Sequence[str] = (),
     ) -> None:
         self.identity = identity
@@ -70,16 +71,10 @@ class PrefixCache:
         self._root = identity.root()
         self._digest = representation.digest
         self._load_timeout_s = load_timeout_s
+        self._match_timeout_s = match_timeout_s
         self._closed = False
-        self._sources = tuple(
-            Source(
-                tier,
-                IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS),
-                Quarantine(tier, self._counters),
-            )
-            for tier in tiers
-        )
-        self._saver = Saver(tuple(tiers), representation, queue_bytes=save_queue_bytes, counters=self._counters)
+        self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
+        self._saver = Saver(self._sources, representation, queue_bytes=save_queue_bytes, counters=self._counters)
 
     def match(
         self,
@@ -107,8 +102,9 @@ class PrefixCache:
         keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens) if salt else chain(root, data)
         keys = keys[: pieces * self.representation.blocks_per_piece]
         prompt_tokens = prompt_tokens[: len(keys) * BLOCK_TOKENS]
-        runs = longest_prefix(self._locate(keys)) if keys and not self._closed else []
-        runs, held = self._protect(runs)
+        deadline = time.monotonic() + self._match_timeout_s
+        runs = longest_prefix(self._locate(keys, deadline)) if keys and not self._closed else []
+        runs, held = self._protect(runs, deadline)
         self._count_match(runs, asked=len(prompt_tokens))
         return Lease(
             self._sources,
@@ -117,6 +113,7 @@ class PrefixCache:
             held=held,
             timeout_s=self._load_timeout_s,
             counters=self._counters,
+            note_use=self._saver.note_use,
         )
 
     def save(
@@ -180,10 +177,7 @@ class PrefixCache:
         self._closed = True
         saved = self._saver.close(timeout_s)
         for source in self._sources:
-            source.pool.close()
-            if saved:
-                with counted(self._counters, source.tier, "close"):
-                    source.tier.close()
+            source.close(time.monotonic() + timeout_s, tier_too=saved)
         if not saved:
             _log.warning("a save did not end within %.0f s; the tiers are left as they are", timeout_s)
 
@@ -196,35 +190,33 @@ class PrefixCache:
     def __repr__(self) -> str:
         return f"<PrefixCache over {', '.join(source.tier.name for source in self._sources) or 'no tier'}>"
 
-    def _locate(self, keys: Sequence[BlockKey]) -> list[tuple[int, Pieces]]:
+    def _locate(self, keys: Sequence[BlockKey], deadline: float) -> list[tuple[int, Pieces]]:
         """Ask the tiers where the pieces lie, each only from the first piece on that no faster one has."""
         per_piece = self.representation.blocks_per_piece
         total = len(keys) // per_piece
         found: list[tuple[int, Pieces]] = []
         covered = np.zeros(total, np.bool_)
         for number, source in enumerate(self._sources):
-            if source.pool.stalled_s() > self._load_timeout_s:
-                self._counters.add(f"match_skipped_{source.tier.name}")  # its reads come back never, or too late
+            if source.hangs(self._load_timeout_s):
+                self._counters.add(f"match_skipped_{source.tier.name}")  # its answers come never, or too late
                 continue
             start = int(np.argmin(covered))
             if covered[start]:
                 break
-            with counted(self._counters, source.tier, "locate"):
-                placement = source.tier.locate(self._digest, keys[start * per_piece :])
+            placement = source.locate(self._digest, keys[start * per_piece :], deadline=deadline)
+            if placement is not None:
                 pieces = pieces_of(placement, blocks_per_piece=per_piece, excluded=source.quarantine.avoided())
                 found.append((number, pieces))
                 covered[start:] |= pieces.extents >= 0
         return found
 
-    def _protect(self, runs: Sequence[Run]) -> tuple[list[Run], dict[int, list[ExtentId]]]:
+    def _protect(self, runs: Sequence[Run], deadline: float) -> tuple[list[Run], dict[int, list[ExtentId]]]:
         """Lease every extent of `runs`; those that are gone by now shorten the match. Return what is left and what is held."""
         held: dict[int, list[ExtentId]] = {}
         gone: set[tuple[int, ExtentId]] = set()
         for number in dict.fromkeys(run.tier for run in runs):
             extents = list(dict.fromkeys(run.extent for run in runs if run.tier == number))
-            kept = [False] * len(extents)
-            with counted(self._counters, self._sources[number].tier, "lease"):
-                kept = self._sources[number].tier.lease(extents)
+            kept = self._sources[number].lease(extents, deadline=deadline)
             held[number] = [extent for extent, ok in zip(extents, kept, strict=True) if ok]
             gone |= {(number, extent) for extent, ok in zip(extents, kept, strict=True) if not ok}
         if not gone:
@@ -232,8 +224,7 @@ class PrefixCache:
         good = list(runs[: next(i for i, run in enumerate(runs) if (run.tier, run.extent) in gone)])
         needed = {(run.tier, run.extent) for run in good}
         for number, extents in held.items():
-            with counted(self._counters, self._sources[number].tier, "release"):
-                self._sources[number].tier.release([extent for extent in extents if (number, extent) not in needed])
+            self._sources[number].release([extent for extent in extents if (number, extent) not in needed])
             held[number] = [extent for extent in extents if (number, extent) in needed]
         return good, held
 

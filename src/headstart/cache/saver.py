@@ -3,6 +3,8 @@
 For each prompt the thread asks every tier which pieces it lacks, copies runs of those from the engine's memory into extents,
 seals them, and writes each to all tiers that lack it. From head to tail, so that what a full tier drops is a tail, and under
 leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches the memory tier the same way.
+
+What else is written for the cache's sake is written here as well: that extents were used, and that corrupt ones are deleted.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from headstart.block.representation import Representation
 from headstart.cache.extents import ExtentBuilder
 from headstart.cache.faults import counted
 from headstart.cache.lookup import Pieces, absent_runs, pieces_of
+from headstart.cache.source import Source
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, Tier
+from headstart.tier.base import ExtentId
 from headstart.transfer.load import KVView
 
 _MAX_WAITING = 64
+_MAX_NOTES = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -107,8 +111,10 @@ class Saver:
     however large, or of two long prompts in a row the second would never be kept. Sizes that vary count as the largest seen
     so far, and as nothing before."""
 
-    def __init__(self, tiers: Sequence[Tier], representation: Representation, *, queue_bytes: int, counters: Counters) -> None:
-        self._tiers = tiers
+    def __init__(
+        self, sources: Sequence[Source], representation: Representation, *, queue_bytes: int, counters: Counters
+    ) -> None:
+        self._sources = sources
         self._representation = representation
         self._digest = representation.digest
         self._queue_bytes = queue_bytes
@@ -116,6 +122,7 @@ class Saver:
         self._builder = ExtentBuilder(representation)
         self._condition = Condition()
         self._queue: deque[tuple[SaveRequest, int, Ticket]] = deque()
+        self._notes: deque[tuple[Source, Sequence[ExtentId]]] = deque()
         self._held_bytes = 0  # alive for the saves that wait and the one under way
         self._closing = False
         self._stop = False  # at the next extent's edge: the time for closing is over
@@ -140,6 +147,16 @@ class Saver:
         self._dropped(ticket, reason)
         return ticket
 
+    def note_use(self, source: Source, extents: Sequence[ExtentId]) -> None:
+        """Have `extents` touched soon, the first one last, and what is corrupt deleted; before any save that is submitted
+        later. Returns at once. A note too many is dropped: a use that is forgotten costs little."""
+        with self._condition:
+            if len(self._notes) < _MAX_NOTES:
+                self._notes.append((source, extents))
+                self._condition.notify()
+                return
+        self._counters.add("notes_dropped")
+
     def close(self, timeout_s: float) -> bool:
         """Finish what is queued within `timeout_s`, drop the rest; False if the thread is stuck in a tier and left behind."""
         with self._condition:
@@ -162,10 +179,14 @@ class Saver:
     def _work(self) -> None:
         while True:
             with self._condition:
-                while not self._queue and not self._closing:
+                while not (self._queue or self._notes or self._closing):
                     self._condition.wait()  # idle: bounded by close(), which the owner calls
-                if not self._queue:
+                if not (self._queue or self._notes):
                     return
+            self._take_notes()
+            with self._condition:
+                if not self._queue:
+                    continue
                 request, nbytes, ticket = self._queue.popleft()
             try:
                 result = self._save(request)
@@ -181,11 +202,20 @@ class Saver:
             ticket.finish(result)
             del request, ticket  # an idle thread keeps no source alive
 
+    def _take_notes(self) -> None:
+        with self._condition:
+            notes, self._notes = self._notes, deque()
+        for source, extents in notes:
+            with counted(self._counters, source.tier, "touch"):
+                source.tier.touch(extents)
+            source.quarantine.delete_corrupt()
+
     def _save(self, request: SaveRequest) -> SaveResult:
         keys = chain_keys(request.tokens, root=request.root, salt=request.salt, shared_tokens=request.shared_tokens)
-        targets = [_Target(tier) for tier in self._tiers]
+        targets = [_Target(source) for source in self._sources]
         try:
             for target in targets:
+                target.quarantine.delete_corrupt()  # what was noted before, but could not be deleted then
                 if target.tier.max_extent_bytes(self._representation) < self._builder.least_bytes:
                     target.reason = "too-large"  # or it would cut every extent to one piece for the others
             present = [self._hold(target, keys) >= 0 for target in targets]
@@ -206,6 +236,7 @@ class Saver:
         per_piece = self._representation.blocks_per_piece
         end = first + pieces
         while first < end:
+            self._take_notes()  # else a long save would evict what was used meanwhile
             if self._stop:
                 for target in targets:
                     target.reason = target.reason or "closed"
@@ -220,7 +251,9 @@ class Saver:
                     written = target.tier.write(image, self._representation, retention=request.retention)
                     outcome = written.reason
                     if written.stored:
-                        self._hold(target, keys[first * per_piece : (first + count) * per_piece])
+                        held = self._hold(target, keys[first * per_piece : (first + count) * per_piece])
+                        if outcome == "present" and (held < 0).any():
+                            outcome = "error"  # there, but only in what is corrupt and could not be deleted
                 if outcome == "written":
                     written_bytes += image.nbytes
                 elif outcome != "present":
@@ -230,7 +263,7 @@ class Saver:
 
     def _hold(self, target: _Target, keys: Sequence[BlockKey]) -> npt.NDArray[np.int64]:
         """Lease the extents in which the pieces of `keys` lie; return them, -1 where a piece is absent."""
-        pieces = self._locate(target.tier, keys)
+        pieces = self._locate(target, keys)
         extents = pieces.extents_in_order()
         with counted(self._counters, target.tier, "lease"):
             kept = target.tier.lease(extents)
@@ -239,10 +272,11 @@ class Saver:
             pieces.extents[np.isin(pieces.extents, gone)] = -1
         return pieces.extents
 
-    def _locate(self, tier: Tier, keys: Sequence[BlockKey]) -> Pieces:
+    def _locate(self, target: _Target, keys: Sequence[BlockKey]) -> Pieces:
         per_piece = self._representation.blocks_per_piece
-        with counted(self._counters, tier, "locate"):
-            return pieces_of(tier.locate(self._digest, keys), blocks_per_piece=per_piece)
+        with counted(self._counters, target.tier, "locate"):
+            placement = target.tier.locate(self._digest, keys)
+            return pieces_of(placement, blocks_per_piece=per_piece, excluded=target.quarantine.corrupt())
         nowhere = np.full(len(keys) // per_piece, -1, np.int64)
         return Pieces(nowhere, nowhere)
 
@@ -250,7 +284,7 @@ class Saver:
         """Note the use of what the prompt consists of now, heads last, and say how much of it is kept."""
         leading = []
         for target in targets:
-            pieces = self._locate(target.tier, keys)
+            pieces = self._locate(target, keys)
             leading.append(pieces.leading() * self._representation.piece_tokens)
             with counted(self._counters, target.tier, "touch"):
                 target.tier.touch(pieces.extents_in_order())
@@ -266,7 +300,8 @@ class Saver:
 class _Target:
     """A tier during one save: the extents held there, and why it takes no more of this prompt."""
 
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
+    def __init__(self, source: Source) -> None:
+        self.tier = source.tier
+        self.quarantine = source.quarantine
         self.held: list[ExtentId] = []
         self.reason: str | None = None

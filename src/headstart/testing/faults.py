@@ -25,7 +25,7 @@ from headstart.tier.base import (
     WriteOutcome,
 )
 
-TierVerb = Literal["locate", "lease", "touch", "read", "write", "delete"]
+TierVerb = Literal["locate", "lease", "release", "touch", "read", "write", "delete"]
 TierFault = Literal["eio", "enospc", "corrupt", "short", "flip", "foreign", "stall"]
 _ERRNO = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 
@@ -93,6 +93,7 @@ class FaultyTier:
         return self.inner.lease(extents)
 
     def release(self, extents: Sequence[ExtentId]) -> None:
+        self._strike("release")
         self.inner.release(extents)
 
     def read(self, reads: Sequence[ReadRange]) -> int:
