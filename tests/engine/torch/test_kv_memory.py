@@ -109,6 +109,19 @@ def test_host_memory_beside_a_device_is_bounded_by_a_few_contexts() -> None:
     assert [memory.allocate(128) is not None for _ in range(101)] == [True] * 100 + [False]
 
 
+def test_spare_memory_is_had_once_at_a_time_beyond_the_capacity() -> None:
+    memory = KVMemory(SHAPE, SHAPE.region_bytes(128), context_tokens=128)
+    assert memory.allocate(128) is not None
+    for tokens in (128, 64):
+        spare = memory.allocate_spare(tokens)
+        assert spare is not None
+        assert memory.allocate_spare(64) is None
+        assert memory.used_bytes == memory.capacity_bytes + SHAPE.region_bytes(tokens)
+        spare.release()
+    assert memory.used_bytes == memory.capacity_bytes
+    memory.close()
+
+
 def _backed_tokens(memory: KVMemory) -> int:
     touched = 1
     while memory.touch(64):

@@ -151,6 +151,45 @@ def test_a_load_past_its_deadline_is_computed_in_fresh_memory(
         assert engine.load().counters["loads_timed_out"] == 1
 
 
+@pytest.mark.parametrize("stuck", ["load", "save"])
+def test_reads_and_writes_that_never_end_hold_no_queue(model: TorchModel, cache: HeldCache, stuck: str) -> None:
+    """The KV memory holds one context only, and all of it is held."""
+    with engine_of(model, full_contexts=1, cache=cache, load_timeout_s=0.05) as engine:  # type: ignore[arg-type]
+        cache.hold_saves = stuck == "save"
+        first = ask(engine, PROMPT, 300)
+        first.result()
+        answers = [ask(engine, PROMPT, 300) for _ in range(3)]
+        for answer in answers:
+            assert answer.result().finish == "length"
+            assert answer.tokens == first.tokens
+            assert _cached(answer) == 0
+        assert "without the cache" in answers[-1].result().receipt.notes[-1]  # type: ignore[union-attr]
+        load = engine.load()
+        assert load.counters["spare_memory_used"] == 3
+        assert 0 < load.kv_used_bytes <= load.kv_capacity_bytes  # of the spare nothing is held any more
+        for held in cache.loads:
+            held.end(0)
+        for ticket in cache.tickets:
+            ticket.end()
+        cache.hold_saves = False
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+        assert ask(engine, some_tokens(200, seed=2), 300).result().finish == "length"
+        assert engine.load().counters["spare_memory_used"] == 3
+
+
+def test_a_request_for_which_there_is_no_memory_at_all_ends_with_a_sentence(
+    model: TorchModel, memory: KVMemory, cache: HeldCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(model, memory=memory, cache=cache, load_timeout_s=0.05) as engine:  # type: ignore[arg-type]
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "allocate", lambda tokens: None)
+            patched.setattr(memory, "allocate_spare", lambda tokens: None)
+            for answer in [ask(engine, PROMPT) for _ in range(2)]:
+                assert answer.result().finish == "error"
+                assert "no memory" in str(answer.result().error)
+        assert ask(engine, PROMPT).result().finish == "length"
+
+
 def test_aborting_during_a_load_frees_the_memory_with_the_last_read(
     engine: TorchEngine, memory: KVMemory, cache: HeldCache, cold: list[int]
 ) -> None:

@@ -24,7 +24,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, TokenEvent
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.floor import measure_floor
-from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.kv_memory import HostKV, KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.prefix import Outcome, PrefixBridge
@@ -79,6 +79,8 @@ class TorchEngine:
         # The engine's thread alone:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of arrival
+        self._starved_s: float | None = None  # since when nothing runs and the next one finds no memory
+        self._patience_s = load_timeout_s
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()
 
@@ -289,7 +291,9 @@ class TorchEngine:
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
             kv = self._memory.allocate(sequence.kv_tokens)
-            if kv is None:
+            if kv is not None:
+                self._starved_s = None
+            elif (kv := self._spare_for(sequence)) is None:
                 return
             self._waiting.popleft()
             self._running.append(sequence)
@@ -308,6 +312,28 @@ class TorchEngine:
             sequence.match_s = time.monotonic() - started
             if sequence.load is not None:
                 sequence.computed = sequence.load.tokens
+
+    def _spare_for(self, sequence: Sequence) -> HostKV | None:
+        """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold
+        it. One request at a time then goes on without the cache, whose reads could take this memory, too. Where there is no
+        such memory either, end the request: nobody waits for ever."""
+        if self._running:
+            return None
+        now = time.monotonic()
+        if self._starved_s is None:
+            self._starved_s = now
+        if sequence.reload and now < self._starved_s + self._patience_s:  # without `reload`, its load was waited for already
+            return None
+        kv = self._memory.allocate_spare(sequence.kv_tokens)
+        if kv is None:
+            self._counters.add("requests_starved")
+            self._end(sequence, "error", error="there was no memory for this request's KV for too long; send it again later")
+            self._wake.set()  # for those behind it
+            return None
+        sequence.use_cache = False
+        sequence.notes.append("reads or writes that do not end hold the KV memory; computed beside it, without the cache")
+        self._counters.add("spare_memory_used")
+        return kv
 
     def _step(self, work: Several[Work]) -> None:
         tokens: list[int] = []

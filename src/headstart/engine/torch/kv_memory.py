@@ -166,6 +166,7 @@ class KVMemory:
         self._arena = Arena(host_bytes, name="engine KV")
         self._most_used = min(host_bytes, _WARM_CONTEXTS * context_bytes)  # at once so far, or expected soon
         self._touched = 0
+        self._spare: Arena | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -173,9 +174,11 @@ class KVMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that requests hold, and loads and saves that still touch them, on host and device."""
+        """Bytes that requests hold, and loads and saves that still touch them, on host and device; above the capacity while a
+        spare is held."""
+        spare = self._spare
         with self._lock:
-            return self._arena.used_bytes + self._device_used
+            return self._arena.used_bytes + self._device_used + (0 if spare is None else spare.used_bytes)
 
     def allocate(self, tokens: int) -> HostKV | DeviceKV | None:
         """Return KV for `tokens` tokens with one reference, or None when it does not fit now. ValueError: it never can."""
@@ -204,6 +207,23 @@ class KVMemory:
         self._most_used = max(self._most_used, self._arena.used_bytes)
         return HostKV(region, self.shape, _whole_blocks(tokens))
 
+    def allocate_spare(self, tokens: int) -> HostKV | None:
+        """Return KV in a mapping of its own, beyond the capacity, for when reads that never end hold all of it. One at a time,
+        for use without loads and saves. None: it cannot be had, or the KV is on a device, where no read ever holds it."""
+        if self._device is not None or (self._spare is not None and self._spare.used_bytes):
+            return None
+        nbytes = self.shape.region_bytes(tokens)
+        try:
+            spare = Arena(nbytes, name="spare KV")
+        except (OSError, MemoryError):
+            return None
+        before, self._spare = self._spare, spare
+        if before is not None:
+            before.close()
+        region = spare.allocate(nbytes)
+        assert region is not None
+        return HostKV(region, self.shape, _whole_blocks(tokens))
+
     def touch(self, tokens: int) -> bool:
         """Back the next `tokens` tokens of KV with memory before requests need it; returns whether more should be. That is
         as much as was ever used at once, and two contexts from the start: what nobody needs is left to the machine.
@@ -217,6 +237,8 @@ class KVMemory:
 
     def close(self) -> None:
         self._arena.close()
+        if self._spare is not None:
+            self._spare.close()
 
     def _count(self, kv: DeviceKV, step: int) -> None:
         with self._lock:
