@@ -26,10 +26,12 @@ class ByteRenderer:
 
     stop_ids = frozenset({0})
 
-    def chat(self, messages: Sequence[object], *, tools: Sequence[object] | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+    ) -> list[int]:
         return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
 
-    def completion(self, prompt: str | Sequence[int]) -> list[int]:
+    def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -146,6 +146,27 @@ def test_stop_texts_end_the_answer_and_stay_out_of_it() -> None:
         assert usage(chunks[-1]) == usage(whole)
 
 
+def test_log_and_usage_count_the_same_tokens_of_a_stopped_answer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headstart")
+    with running(FakeEngine(answer=b"one, two" + b"." * 500)) as server, server.client() as client:
+        for stream in (False, True):
+            more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            answer = client.chat.completions.create(model="fake", messages=user("count"), stop="two", **more)
+            told = list(answer)[-1] if stream else answer
+            assert usage(told)["completion_tokens"] == len("one, two")
+    lines = [record.getMessage() for record in caplog.records if "first token" in record.getMessage()]
+    assert [line.split("; ")[2].split(",")[0] for line in lines] == ["8 tokens"] * 2
+    assert all(line.endswith("; stop") for line in lines)
+
+
+def test_tools_are_taken_with_one_remark(client: openai.OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headstart")
+    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+    for _ in range(2):
+        client.chat.completions.create(model="fake", messages=user("x"), max_tokens=1, tools=tools, tool_choice="auto")
+    assert len([record for record in caplog.records if "given as text, not as tool_calls" in record.getMessage()]) == 1
+
+
 def test_an_empty_answer_has_role_finish_and_usage() -> None:
     with running(FakeEngine(answer=b"")) as server, server.client() as client:
         with client.chat.completions.create(
@@ -204,7 +225,8 @@ def test_another_model_name_and_unknown_fields_are_served_with_one_log_line(
         )
     said = [record.getMessage() for record in caplog.records if "ignoring" in record.getMessage()]
     assert sorted(said) == [
-        "ignoring unknown field 'user', 'frobnicate'",
+        "ignoring unknown field 'frobnicate'",
+        "ignoring unknown field 'user'",
         "ignoring unknown model name 'gpt-4o'",
     ]
 

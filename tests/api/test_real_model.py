@@ -115,6 +115,12 @@ def test_usage_is_the_same_streamed_and_whole(server: Listening) -> None:
     assert streamed[-1].usage.model_dump() == once_more.usage.model_dump()
 
 
+def test_a_text_far_over_the_context_is_refused_unread(server: Listening) -> None:
+    with server.client() as client, pytest.raises(openai.BadRequestError, match=r"has at least [0-9]+ tokens") as caught:
+        client.completions.create(model="tiny", prompt="word " * 1_000_000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
 def test_without_a_cache_usage_says_0_and_health_says_why(config: Config) -> None:
     off = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
     with opened(off) as server, server.client() as client:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
-from api.serving import served
-from headstart.api.errors import NotReady
+from api.serving import ByteRenderer, served
+from headstart.api import service as service_module
+from headstart.api.errors import NotReady, TooManyWaiting
 from headstart.api.openai import parse_completion, usage_of
 from headstart.api.service import Service
 from headstart.engine.base import Receipt
+from headstart.render import Renderer
 from headstart.testing.fake_engine import FakeEngine
 
 
@@ -53,6 +59,53 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
 
     asyncio.run(scenario())
     engine.close()
+
+
+class SlowRenderer(ByteRenderer):
+    """Tokenises only once it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
+        self.begun.set()
+        assert self.go_on.wait(20)
+        return super().completion(prompt)
+
+
+def test_draining_waits_for_a_request_that_is_being_tokenised_and_refuses_it() -> None:
+    engine, renderer = FakeEngine(), SlowRenderer()
+
+    async def scenario() -> None:
+        service = Service()
+        service.ready(dataclasses.replace(served(engine), renderer=cast(Renderer, renderer)))
+        starting = asyncio.ensure_future(service.start(parse_completion(b'{"prompt": "x"}')))
+        await asyncio.to_thread(renderer.begun.wait, 20)
+        draining = asyncio.ensure_future(service.drain(timeout_s=20))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        renderer.go_on.set()
+        with pytest.raises(NotReady, match="shutting down"):
+            await starting
+        await draining
+        service.close()
+
+    asyncio.run(scenario())
+    assert engine.submitted == []
+    engine.close()
+
+
+def test_bodies_are_bounded_together_and_forgotten_when_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "BODIES_BYTES", 100)
+    service = Service()
+    with service.holding_body() as first, service.holding_body() as second:
+        first(60)
+        with pytest.raises(TooManyWaiting, match="too large together") as caught:
+            second(41)
+        assert caught.value.retry_after_s == 1
+    with service.holding_body() as again:
+        again(100)
+    service.close()
 
 
 def test_hit_and_miss_always_add_up_to_the_prompt() -> None:

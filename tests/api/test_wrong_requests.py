@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from api.serving import Running, running, served
-from headstart.api import app
+from headstart.api import app, service
 from headstart.errors import ModelError
 from headstart.testing.fake_engine import FakeEngine
 
@@ -132,6 +132,18 @@ def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.Mon
     assert (chunked.status_code, chunked.json()["error"]["code"]) == (413, "request_too_large")
 
 
+def test_bodies_that_are_too_large_together_are_a_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "BODIES_BYTES", 1000)
+    status, error = post(server, {"messages": [{"role": "user", "content": "x" * 1000}]})
+    assert (status, error["code"]) == (429, "rate_limit_exceeded")
+    assert server.service._body_bytes == 0
+
+
+def test_a_large_body_is_parsed_beside_the_loop(server: Running) -> None:
+    status, error = post(server, {"messages": [{"role": "user", "content": "x" * app.INLINE_BYTES}]})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
 def test_unknown_paths_and_methods_answer_in_json(server: Running) -> None:
     assert post(server, {}, "/v1/embeddings")[0] == 404
     response = httpx.get(f"{server.url}/v1/chat/completions")
@@ -153,6 +165,20 @@ def test_a_bug_is_a_500_with_a_sentence_and_the_server_goes_on(server: Running, 
     assert (status, error["type"]) == (500, "server_error")
     assert "planted" not in error["message"]
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_an_error_that_is_not_the_client_s_is_a_500_that_tells_no_path(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ModelError("/home/somebody/model is gone; fetch the model again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server.engine), "submit", broken)
+        status, error = post(server, {"messages": MESSAGES})
+    assert (status, error["type"]) == (500, "server_error")
+    assert "somebody" not in error["message"]
+    assert "/home/somebody/model is gone" in caplog.text
 
 
 def test_more_than_may_wait_is_a_429_and_the_client_comes_back() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headstart.errors import ModelError, RequestError
+from headstart.errors import ContextLengthExceeded, ModelError, RequestError
 from headstart.render import Renderer
 
 USER = {"role": "user", "content": "Größe 😀?"}
@@ -86,6 +86,73 @@ def test_a_lone_surrogate_is_refused(renderer: Renderer) -> None:
     assert caught.value.param == "messages"
     with pytest.raises(RequestError, match="no character"):
         renderer.completion("\udfff")
+
+
+def untouchable(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tokenising fail the test: what is refused must be refused before."""
+
+    class Untouchable:
+        def encode_batch_fast(self, *_: object, **__: object) -> None:
+            raise AssertionError("the text was tokenised")
+
+    monkeypatch.setattr(renderer, "_backend", Untouchable())
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = Renderer.load(tokenizer_folder)
+    text = "The cache keeps. " * 10_000
+    assert len(renderer.completion(text)) > 5000
+    assert len(renderer.completion(text, context_tokens=200_000)) > 5000
+    untouchable(renderer, monkeypatch)
+    with pytest.raises(ContextLengthExceeded, match=r"has at least [0-9]+ tokens, but the context is 1000 tokens") as caught:
+        renderer.completion(text, context_tokens=1000)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthExceeded) as caught:
+        renderer.chat([{"role": "user", "content": text}], context_tokens=1000)
+    assert caught.value.param == "messages"
+
+
+def test_the_bound_on_a_text_never_exceeds_its_tokens(renderer: Renderer) -> None:
+    for text in ("the cache keeps what was computed once", " " * 500, "日本語😀" * 50, "computed " * 99):
+        tokens = len(renderer.completion(text))
+        assert renderer.completion(text, context_tokens=tokens)
+
+
+def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at(renderer: Renderer) -> None:
+    with pytest.raises(ContextLengthExceeded, match="has 11 tokens"):
+        renderer.completion([-1] * 11, context_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {
+            "added_tokens": [
+                {
+                    "id": 0,
+                    "content": "<|endoftext|>",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": True,
+                    "normalized": False,
+                    "special": True,
+                }
+            ]
+        },
+    ],
+)
+def test_a_text_is_not_judged_by_its_length_where_tokens_swallow_text(
+    tokenizer_folder: Path, tmp_path: Path, part: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "swallowing")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | part
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = "<|endoftext|>" + " " * 10_000 + "a"
+    assert len(Renderer.load(folder).completion(text, context_tokens=20)) > 0
 
 
 def with_template(tokenizer_folder: Path, tmp_path: Path, template: str | None) -> Renderer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -22,9 +23,12 @@ from headstart.api import metrics, openai, streaming
 from headstart.api.access import HostCheck, require_json
 from headstart.api.errors import BodyTooLarge, error_response, plain_response
 from headstart.api.service import Generation, Service
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, RequestError
+
+log = logging.getLogger("headstart")
 
 BODY_BYTES = 32 << 20
+INLINE_BYTES = 64 << 10  # parsed on the loop, in well under a millisecond
 
 
 def build_app(service: Service, *, host: str) -> ASGIApp:
@@ -56,8 +60,12 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
     async def answer(request: Request, parse: Callable[[bytes], openai.Ask]) -> Response:
         require_json(request.headers)
         served = service.require_served()
-        ask = parse(await _body(request))
-        generation = await service.start(ask)
+        with service.holding_body() as more:
+            body = await _body(request, more)
+            # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
+            ask = parse(body) if len(body) <= INLINE_BYTES else await service.off_loop(parse, body)
+            del body
+            generation = await service.start(ask)
         shape = openai.Shape(ask.kind, generation.id, int(time.time()), served.name, ask.include_usage)
         if ask.stream:
             return _EventStream(generation, shape)
@@ -83,8 +91,8 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
     return _RequestId(HostCheck(app, host=host))  # the id outside of everything, so that the answer to a bug has its id too
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body. Raises BodyTooLarge as soon as it is known to be, without reading the rest."""
+async def _body(request: Request, more: Callable[[int], None]) -> bytes:
+    """Return the body, each piece announced to `more`. Raises BodyTooLarge as soon as it is known to be, without the rest."""
     told = request.headers.get("content-length", "")
     size = int(told) if told.isdecimal() else 0
     chunks: list[bytes] = []
@@ -94,6 +102,7 @@ async def _body(request: Request) -> bytes:
             size += len(chunk)
             if size > BODY_BYTES:
                 break
+            more(len(chunk))
             chunks.append(chunk)
     if size > BODY_BYTES:
         raise BodyTooLarge(f"the body is larger than {BODY_BYTES >> 20} MiB", code="request_too_large")
@@ -157,6 +166,9 @@ class _RequestId:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadstartError)
+    if not isinstance(error, RequestError):  # not the client's doing, and it may name folders of this machine
+        log.error("a request failed: %s", error.message, exc_info=error)
+        return await _on_bug(request, error)
     return error_response(error)
 
 
@@ -168,8 +180,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The error goes on to the server, which logs its traceback."""
-    return plain_response(500, "the server failed on this request; its log has the traceback")
+    """The error itself is for the log; of a bug the server writes the traceback there."""
+    return plain_response(500, "the server failed on this request; its log has the details")
 
 
 def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from headstart.errors import HeadstartError, RequestError
+from headstart.errors import RequestError
 
 
 class ModelNotFound(RequestError):
@@ -45,23 +45,18 @@ class GenerationFailed(RequestError):
     status = 500
 
 
-def error_object(error: HeadstartError) -> dict[str, Any]:
-    facts = error.facts
-    return {"error": _fields(error.message, _status(error), code=facts.get("code"), param=facts.get("param"))}
+def error_object(error: RequestError) -> dict[str, Any]:
+    return {"error": _fields(error.message, error.status, code=error.code, param=error.param)}
 
 
-def error_response(error: HeadstartError) -> JSONResponse:
+def error_response(error: RequestError) -> JSONResponse:
     headers = {"retry-after": str(error.facts["retry_after_s"])} if "retry_after_s" in error.facts else None
-    return JSONResponse(error_object(error), status_code=_status(error), headers=headers)
+    return JSONResponse(error_object(error), status_code=error.status, headers=headers)
 
 
 def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return the error that stands for an HTTP status alone, such as an unknown path."""
     return JSONResponse({"error": _fields(message, status, code=None, param=None)}, status_code=status, headers=headers)
-
-
-def _status(error: HeadstartError) -> int:
-    return error.status if isinstance(error, RequestError) else 500
 
 
 def _fields(message: str, status: int, *, code: str | None, param: str | None) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.metrics import Metrics
@@ -23,13 +24,15 @@ from headstart.api.openai import Ask, usage_of
 from headstart.api.served import Served
 from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.errors import HeadstartError
-from headstart.render import Renderer, TextStream
+from headstart.render import TextStream
 
 log = logging.getLogger("headstart")
+T = TypeVar("T")
 
 KEEPALIVE_S = 10.0
 RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for the engine's last word
-_NAMES_LOGGED = 256  # different ignored names that are logged before the log falls silent
+BODIES_BYTES = 128 << 20  # of all bodies that are being read, parsed or tokenised
+_LINES_ONCE = 256  # different remarks on requests that are logged before the log falls silent
 _NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 
@@ -52,7 +55,8 @@ class Service:
         self._preparing = 0
         self._flights: dict[str, Generation] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[str] = set()
+        self._body_bytes = 0
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         self._state = Loading(stage, fraction)
@@ -113,9 +117,11 @@ class Service:
     async def start(self, ask: Ask) -> Generation:
         """Tokenise and submit. Raises RequestError for whatever can be known before the first token."""
         served = self.require_served()
-        self._log_ignored("field", ask.ignored)
+        self._log_ignored("unknown field", ask.ignored)
         if ask.model is not None and ask.model != served.name:
-            self._log_ignored("model name", [ask.model])
+            self._log_ignored("unknown model name", [ask.model])
+        if ask.tools:
+            self._log_once("tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet")
         if served.engine.load().waiting + self._preparing >= self._max_waiting:
             raise TooManyWaiting(
                 f"{self._max_waiting} requests are waiting already; try again in a moment",
@@ -124,20 +130,50 @@ class Service:
             )
         self._preparing += 1
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._pool, _prompt_ids, served.renderer, ask)
+            prompt = await self.off_loop(_prompt_ids, served, ask)
+            self.require_served()  # the server may have begun to go down meanwhile
             generation = Generation(self, served, ask, _request(served, ask, prompt))
             generation.submit()
         finally:
             self._preparing -= 1
         return generation
 
+    async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
+        """Return what `work` returns, run beside the loop, a few at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    @contextmanager
+    def holding_body(self) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of one body while it is held: call what is given with each piece's size.
+
+        It raises TooManyWaiting where all bodies together would be more than BODIES_BYTES."""
+        mine = 0
+
+        def more(nbytes: int) -> None:
+            nonlocal mine
+            mine += nbytes
+            self._body_bytes += nbytes
+            if self._body_bytes > BODIES_BYTES:
+                raise TooManyWaiting(
+                    "the requests that are being read are too large together; try again in a moment",
+                    code="rate_limit_exceeded",
+                    retry_after_s=1,
+                )
+
+        try:
+            yield more
+        finally:
+            self._body_bytes -= mine
+
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, let those in flight end, abort what is left after `timeout_s`."""
+        """Take no more requests, let those in flight end, abort what is left after `timeout_s`.
+
+        Requests that are being tokenised are told that they came too late, but they are told."""
         self._closing = True
         if self._flights:
             log.info("shutting down: %d requests still run, they have %g seconds", len(self._flights), timeout_s)
         ends = time.monotonic() + timeout_s
-        while self._flights and time.monotonic() < ends:
+        while (self._flights or self._preparing) and time.monotonic() < ends:
             await asyncio.sleep(0.05)
         for generation in list(self._flights.values()):
             generation.abort()
@@ -153,10 +189,13 @@ class Service:
         self._flights[generation.id] = generation
 
     def _log_ignored(self, what: str, names: Iterable[str]) -> None:
-        new = [name for name in names if (what, name) not in self._logged]
-        if new and len(self._logged) < _NAMES_LOGGED:
-            self._logged.update((what, name) for name in new)
-            log.info("ignoring unknown %s %s", what, ", ".join(repr(name[:64]) for name in new))
+        for name in names:
+            self._log_once(f"ignoring {what} {name[:64]!r}")
+
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged and len(self._logged) < _LINES_ONCE:
+            self._logged.add(line)
+            log.info("%s", line)
 
 
 def _failure_of(engine: Engine) -> str | None:
@@ -180,6 +219,8 @@ class Generation:
         self._engine = served.engine
         self._request = request
         self._text = TextStream(served.renderer, ask.stop)
+        self._read = False  # whether the text has been taken to its end, or nobody takes it any more
+        self._reported = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # bounded by max_tokens, which the context bounds
 
@@ -192,26 +233,30 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[str | None]:
         """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed."""
-        while True:
-            try:
-                async with asyncio.timeout(self._service.keepalive_s):
-                    event = await self._events.get()
-            except TimeoutError:
-                yield None
-                continue
-            if event.token is not None:
-                self.completion_tokens += 1
-                if text := self._text.push(event.token):
-                    yield text
-                if self._text.stopped and event.finish is None:
-                    await self._stop()
-                    return
-            if event.finish is not None:
-                break
-        if text := self._text.finish():
-            yield text
-        if self._text.stopped:
-            self.finish = "stop"
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._service.keepalive_s):
+                        event = await self._events.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if event.token is not None:
+                    self.completion_tokens += 1
+                    if text := self._text.push(event.token):
+                        yield text
+                    if self._text.stopped and event.finish is None:
+                        await self._stop()
+                        return
+                if event.finish is not None:
+                    break
+            if text := self._text.finish():
+                yield text
+            if self._text.stopped:
+                self.finish = "stop"
+        finally:
+            self._read = True
+            self._report()
         if event.finish == "error":
             raise GenerationFailed(event.error or "the engine failed", code="generation_failed")
         if event.finish == "abort":
@@ -227,6 +272,20 @@ class Generation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.receipt is None:
             self.abort()
+        self._read = True
+        self._report()
+
+    def _report(self) -> None:
+        """Count and log the request, once, when the engine has ended it and its text is out: only then is it known how it
+        ended and how many tokens the client was told of, which may be fewer than the engine made behind a stop text."""
+        if self._reported or not self._read or self.receipt is None or self.finish is None:
+            return
+        self._reported = True
+        receipt = self.receipt
+        if self.finish != "abort":  # of an answer that was cut off nobody was told
+            receipt = replace(receipt, completion_tokens=self.completion_tokens)
+        self._service.metrics.observe(self.finish, receipt)
+        log.info("%s", _request_line(self.id, self.finish, receipt, self.error))
 
     async def _stop(self) -> None:
         """A stop text appeared: the engine need not go on, but its receipt says what was cached."""
@@ -253,14 +312,15 @@ class Generation:
             self.receipt = event.receipt
             self.error = event.error
             self._service.landed(self)
-            if event.receipt is not None:
-                self._service.metrics.observe(self.finish, event.receipt)
-                log.info("%s", _request_line(self.id, self.finish, event.receipt, self.error))
+            self._report()
 
 
-def _prompt_ids(renderer: Renderer, ask: Ask) -> tuple[int, ...]:
+def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
-    return tuple(renderer.chat(ask.messages, tools=ask.tools) if ask.kind == "chat" else renderer.completion(ask.prompt))
+    context = served.engine.info.context_tokens
+    if ask.kind == "chat":
+        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
+    return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
 
 def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationRequest:

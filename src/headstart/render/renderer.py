@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headstart.errors import MissingExtra, ModelError, RequestError
+from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
 from headstart.render.messages import normal_messages, normal_tools
 
 # Not every model's generation_config.json lists all tokens that end an answer. A text's end counts wherever it is in the
@@ -21,7 +21,10 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_tur
 
 
 class Renderer:
-    """`stop_ids` end an answer: the end-of-sequence ids of tokenizer and configuration, and the template's end of turn."""
+    """`stop_ids` end an answer: the end-of-sequence ids of tokenizer and configuration, and the template's end of turn.
+
+    Tokenising costs some microsecond and hundreds of bytes of memory a character, so with `context_tokens` given a prompt
+    that cannot fit is refused before, by ContextLengthExceeded."""
 
     def __init__(self, tokenizer: Any, *, stop_ids: frozenset[int], vocabulary: int) -> None:
         self._tokenizer = tokenizer
@@ -29,6 +32,7 @@ class Renderer:
         # A saved tokenizer may carry its trainer's truncation; a prompt is never cut silently.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._longest_token_bytes = _longest_token_bytes(self._backend)
         self.stop_ids = stop_ids
         self.vocabulary = vocabulary
 
@@ -52,7 +56,12 @@ class Renderer:
         )
 
     def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        context_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation as the model's template writes it. Raises RequestError naming the place."""
         normal = normal_messages(messages)
@@ -67,11 +76,16 @@ class Renderer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
-        return self._encode(text, special_tokens=False, param="messages")  # the template has written them
+        # The template has written the special tokens.
+        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
 
-    def completion(self, prompt: str | Sequence[int]) -> list[int]:
+    def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         """Return the token ids of a plain prompt, with whatever the tokenizer puts before every text; ids pass unchanged."""
-        ids = self._encode(prompt, special_tokens=True, param="prompt") if isinstance(prompt, str) else self._checked(prompt)
+        if isinstance(prompt, str):
+            ids = self._encode(prompt, special_tokens=True, param="prompt", context_tokens=context_tokens)
+        else:
+            _refuse_too_long(len(prompt), context_tokens, param="prompt", exact=True)
+            ids = self._checked(prompt)
         if not ids:
             raise RequestError("prompt is empty; send at least one token", param="prompt")
         return ids
@@ -80,11 +94,13 @@ class Renderer:
         """Return the text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(tokens, skip_special_tokens=True))
 
-    def _encode(self, text: str, *, special_tokens: bool, param: str) -> list[int]:
+    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
         try:
-            text.encode()
+            text_bytes = len(text.encode())
         except UnicodeEncodeError as error:  # a lone surrogate: "\ud800" is valid JSON and no text
             raise RequestError(f"{param} holds {text[error.start]!a}, which is no character", param=param) from error
+        if self._longest_token_bytes is not None:
+            _refuse_too_long(text_bytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
         # The fast batch leaves out offsets, which cost as much as the rest.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
@@ -94,6 +110,44 @@ class Renderer:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocabulary:
                 raise RequestError(f"prompt[{i}] is {token!r}; a token id is 0 to {self.vocabulary - 1}", param=f"prompt[{i}]")
         return ids
+
+
+def _refuse_too_long(tokens: int, context_tokens: int | None, *, param: str, exact: bool) -> None:
+    if context_tokens is not None and tokens > context_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {'' if exact else 'at least '}{tokens} tokens, but the context is {context_tokens} tokens; "
+            "shorten the prompt",
+            prompt_tokens=tokens,
+            context_tokens=context_tokens,
+            param=param,
+        )
+
+
+def _longest_token_bytes(backend: Any) -> int | None:
+    """Return how many bytes of text one token stands for at most; None where that has no bound that is known.
+
+    A vocabulary writes a token's bytes in at least as many bytes of UTF-8. But text may vanish before it is looked up:
+    in tokens that take the spaces beside them, in a normalizer, in one unknown token for many characters."""
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    if not getattr(backend.model, "byte_fallback", False) and "ByteLevel" not in _kinds(backend.pre_tokenizer):
+        return None
+    normalizers = _kinds(backend.normalizer)
+    if not normalizers <= {"NFC", "Sequence"}:
+        return None
+    shrinks = 4 if "NFC" in normalizers else 1  # composing leaves at least a third of the bytes
+    return max((len(token.encode()) for token in backend.get_vocab()), default=1) * shrinks
+
+
+def _kinds(part: Any) -> set[str]:
+    """Return the names of all steps in a tokenizer's normalizer or pre-tokenizer."""
+    found: set[str] = set()
+    steps = [] if part is None else [msgspec.json.decode(part.__getstate__())]  # its form in tokenizer.json
+    while steps:
+        step = steps.pop()
+        found.add(step["type"])
+        steps += step.get("normalizers") or step.get("pretokenizers") or []
+    return found
 
 
 def _load_tokenizer(folder: Path) -> Any:
