@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import pytest
-from cache_kit import TIMEOUT_S, cache_of, disk, prompt
+from cache_kit import TIMEOUT_S, SpotTier, cache_of, disk, prompt, until
 
 from headstart.errors import LoadFailed
 from headstart.testing.fake_kv import TINY, FakeDestination
@@ -85,3 +86,41 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(caplog: pytest.LogCaptureFi
     assert stuck.wait(TIMEOUT_S).stored_tokens == 640
     cache._saver._thread.join(TIMEOUT_S)
     tier.close()
+
+
+def test_a_tier_whose_own_close_hangs_is_left_behind_with_it() -> None:
+    class Hanging(SpotTier):
+        answers = threading.Event()
+
+        def close(self) -> None:
+            self.answers.wait(10 * TIMEOUT_S)
+
+    before = set(threading.enumerate())
+    cache = cache_of(Hanging(MemoryTier(4 << 20)))
+    save(cache, prompt(640))
+    cache.close(timeout_s=0.5)
+    assert cache.statistics().counters["close_timed_out_disk"] == 1
+    Hanging.answers.set()
+    until(lambda: set(threading.enumerate()) == before)
+
+
+def test_one_deadline_is_passed_through_everything_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = [FaultyTier(MemoryTier(4 << 20)) for _ in range(2)]
+    cache = cache_of(*tiers)
+    clock = [0.0]
+    waits: list[float] = []
+
+    def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
+        """Every thread takes all the time that it is given."""
+        assert timeout_s is not None
+        waits.append(timeout_s)
+        clock[0] += timeout_s
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.CRITICAL):
+        patched.setattr(time, "monotonic", lambda: clock[0])
+        patched.setattr(threading.Thread, "join", join)
+        cache.close(timeout_s=10.0)
+    assert waits[:2] == [7.5, 2.5]
+    assert sum(waits) == 10.0

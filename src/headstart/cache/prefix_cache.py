@@ -169,15 +169,17 @@ class PrefixCache:
         return problems
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish queued saves, join every thread, close the tiers. Twice is fine.
+        """Finish queued saves, join every thread, close the tiers. Twice is fine. A lease that is still held keeps its blocks.
 
-        Saves that take longer than `timeout_s` together are dropped. A lease that is still held keeps its blocks."""
+        Returns within `timeout_s`: saves that three quarters of it do not suffice for are dropped, and a thread that hangs in a
+        medium is left behind, its tier as it is."""
         if self._closed:
             return
         self._closed = True
+        deadline = time.monotonic() + timeout_s
         saved = self._saver.close(timeout_s)
         for source in self._sources:
-            source.close(time.monotonic() + timeout_s, tier_too=saved)
+            source.close(deadline, tier_too=saved)
         if not saved:
             _log.warning("a save did not end within %.0f s; the tiers are left as they are", timeout_s)
 
