@@ -35,6 +35,8 @@ from headstart.tier.index import BlockIndex
 REMOVALS_KEPT = 10_000
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
+_PART = 256  # records of a snapshot at once: what a lookup may have to wait for
+_RECORD_BYTES, _DEAD_BYTES = 128, 32  # of a journal, about: of a record, and of an extent that is only named
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class Segment:
     stale: bool = False
     allocated_bytes: int = 0
     live_bytes: int = 0
+    blocks: int = 0
     rows: dict[int, int] = field(default_factory=dict)  # offset → row
     dead: set[int] = field(default_factory=set)
 
@@ -78,6 +81,17 @@ class Removal:
     recorded: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Living extents in columns: ids, numbers of their segments, use counters, sizes, and whether this process leases them."""
+
+    ids: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int32]
+    last_used: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    leased: npt.NDArray[np.bool_]
+
+
 class Books:
     """Extents and segments by name and by key."""
 
@@ -93,7 +107,7 @@ class Books:
         self.extents = 0
         self._numbered: list[Segment] = []
         self._index: dict[bytes, BlockIndex] = {}
-        self._hidden: dict[bytes, set[int]] = {}  # representation → rows with blocks that an earlier extent is found for
+        self._hidden: dict[bytes, dict[bytes, set[int]]] = {}  # representation → block → rows that have it and are not found
         self._free: list[int] = []
         self._used_rows = 0
         self._prefixes: list[bytes] = []
@@ -110,6 +124,7 @@ class Books:
         self._leases = np.zeros(64, np.int32)
         self._generation = np.zeros(64, np.int64)
         self._alive = np.zeros(64, np.bool_)
+        self._removed_blocks = 0  # of all removals that are kept
         self._loading = True
 
     # What journals say.
@@ -151,7 +166,7 @@ class Books:
             keys = _keys(b"".join(self._prefixes[row] for row in rows))
             new = index.insert_extents(keys, np.array(rows, np.int64), blocks)
             owners = np.repeat(np.array(rows, np.int64), blocks)
-            self._hidden[representation] = set(owners[~new].tolist())
+            self._hide(representation, keys[~new], owners[~new])
 
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
@@ -218,12 +233,30 @@ class Books:
         segment.live_bytes += record.extent_bytes
         self.live_bytes += record.extent_bytes
         self.extents += 1
-        self.blocks += len(record.prefixes) // PREFIX_BYTES
+        blocks = len(record.prefixes) // PREFIX_BYTES
+        segment.blocks += blocks
+        self.blocks += blocks
         if self._loading:
             return
         index = self._index.setdefault(segment.representation, BlockIndex())
-        if not index.insert(_keys(record.prefixes), row).all():
-            self._hidden.setdefault(segment.representation, set()).add(row)
+        keys = _keys(record.prefixes)
+        new = index.insert(keys, row)
+        if not new.all():
+            self._hide(segment.representation, keys[~new], np.full(len(keys), row, np.int64)[~new])
+
+    def _hide(self, representation: bytes, keys: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64]) -> None:
+        hidden = self._hidden.setdefault(representation, {})
+        for key, row in zip(keys, rows.tolist(), strict=True):
+            hidden.setdefault(key.tobytes(), set()).add(row)
+
+    def _unhide(self, representation: bytes, keys: npt.NDArray[np.uint8], row: int) -> None:
+        hidden = self._hidden[representation]
+        for key in map(bytes, keys):
+            rows = hidden.get(key)
+            if rows is not None:
+                rows.discard(row)
+                if not rows:
+                    del hidden[key]
 
     def _use(self, name: ExtentName, used: int) -> None:
         self.counter = max(self.counter, used)
@@ -233,7 +266,10 @@ class Books:
             self._last_used[row] = max(int(self._last_used[row]), used)
 
     def _remove(self, removal: Removal) -> None:
-        if removal.prefixes:
+        if removal.prefixes and self.removals.maxlen:
+            if len(self.removals) == self.removals.maxlen:
+                self._removed_blocks -= len(self.removals[0].prefixes) // PREFIX_BYTES
+            self._removed_blocks += len(removal.prefixes) // PREFIX_BYTES
             self.removals.append(removal)
         segment = self.segment(removal.extent.segment)
         offset = removal.extent.offset
@@ -251,7 +287,9 @@ class Books:
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
-        self.blocks -= len(self._prefixes[row]) // PREFIX_BYTES
+        blocks = len(self._prefixes[row]) // PREFIX_BYTES
+        segment.blocks -= blocks
+        self.blocks -= blocks
         if not self._loading:
             self._unindex(segment.representation, row)
         self._alive[row] = False
@@ -261,15 +299,16 @@ class Books:
         self._free.append(row)
 
     def _unindex(self, representation: bytes, row: int) -> None:
-        index = self._index[representation]
-        hidden = self._hidden.get(representation, set())
-        hidden.discard(row)
-        if not index.remove(_keys(self._prefixes[row]), row).any():
+        index, hidden = self._index[representation], self._hidden.get(representation)
+        keys = _keys(self._prefixes[row])
+        gone = index.remove(keys, row)
+        if not hidden:
             return
-        for other in list(hidden):  # a block that lies elsewhere as well is found there from now on
-            keys = _keys(self._prefixes[other])
-            if index.insert(keys, other).any() and (index.lookup(keys)[0] == other).all():
-                hidden.discard(other)
+        self._unhide(representation, keys, row)
+        # A block that lies elsewhere as well is found there from now on.
+        for other in {other for key in map(bytes, keys[gone]) for other in hidden.get(key, ())}:
+            others = _keys(self._prefixes[other])
+            self._unhide(representation, others[index.insert(others, other)], other)
 
     # What callers ask.
 
@@ -324,11 +363,16 @@ class Books:
         """Return the rows of all living extents."""
         return np.flatnonzero(self._alive[: self._used_rows])
 
-    def columns(
-        self, rows: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return (segment numbers, last_used, extent_bytes, leased) of rows."""
-        return self._segment[rows], self._last_used[rows], self._extent_bytes[rows], self._leases[rows] != 0
+    def candidates(self) -> Candidates:
+        """Return a copy of what a choice among all living extents needs."""
+        rows = self.living()
+        return Candidates(
+            ids=rows | self._generation[rows] << _GENERATION_SHIFT,
+            segments=self._segment[rows],
+            last_used=self._last_used[rows],
+            nbytes=self._extent_bytes[rows],
+            leased=self._leases[rows] != 0,
+        )
 
     def leases(self, row: int) -> int:
         """Return an extent's count of leases, or CONDEMNED."""
@@ -349,21 +393,29 @@ class Books:
 
     # What a snapshot keeps.
 
-    def snapshot(self) -> Iterator[Record]:
-        """Yield what the own journal must say when it starts anew. Segment by segment, so that damage inside costs one."""
-        yield Snapshot(self.counter, self.next_sequence)
-        for encoded in self.representations.values():
-            yield RepresentationDeclared(encoded)
-        for segment in self.segments.values():
-            if segment.gone:
-                continue
-            if segment.recorded:
-                yield from self._segment_records(segment)
-            else:
-                yield from self._dead_records(segment)
-        for r in self.removals:
-            if r.recorded:
-                yield Removed(r.time_ms, r.reason, ((r.extent, r.prefixes),), r.quarantined)
+    def snapshot(self) -> Iterator[list[Record]]:
+        """Yield, part by part, what the own journal must say when it starts anew. Segment by segment, so that damage inside
+        costs one. Others' records may be applied between two parts: what they change, their journals say."""
+        yield [Snapshot(self.counter, self.next_sequence), *map(RepresentationDeclared, self.representations.values())]
+        for segment in list(self.segments.values()):
+            if not segment.gone:
+                yield from self._segment_parts(segment)
+        removals = [r for r in self.removals if r.recorded]
+        for first in range(0, len(removals), _PART):
+            part = removals[first : first + _PART]
+            yield [Removed(r.time_ms, r.reason, ((r.extent, r.prefixes),), r.quarantined) for r in part]
+
+    def snapshot_bytes(self) -> int:
+        """Return about what a snapshot takes in a journal."""
+        segments = [s for s in self.segments.values() if not s.gone]
+        dead = sum(len(s.dead) for s in segments)
+        own = [s for s in segments if s.recorded]
+        return (
+            _RECORD_BYTES * (len(segments) + len(self.removals) + sum(len(s.rows) for s in own))
+            + PREFIX_BYTES * (self._removed_blocks + sum(s.blocks for s in own))
+            + _DEAD_BYTES * dead
+            + sum(map(len, self.representations.values()))
+        )
 
     def opened_record(self, segment: Segment) -> SegmentOpened:
         return SegmentOpened(
@@ -384,17 +436,20 @@ class Books:
             self._fields[row],
         )
 
-    def _segment_records(self, segment: Segment) -> Iterator[Record]:
-        yield self.opened_record(segment)
-        for offset in sorted(segment.rows):
-            yield self.added_record(segment.rows[offset])
-        yield from self._dead_records(segment)
-        if segment.sealed:
-            yield SegmentSealed(segment.name, segment.end)
-
-    def _dead_records(self, segment: Segment) -> Iterator[Record]:
+    def _segment_parts(self, segment: Segment) -> Iterator[list[Record]]:
+        if segment.recorded:
+            yield [self.opened_record(segment)]
+            offsets = sorted(segment.rows)
+            for first in range(0, len(offsets), _PART):
+                part = [segment.rows.get(offset) for offset in offsets[first : first + _PART]]
+                yield [self.added_record(row) for row in part if row is not None]
         # Other journals may still say that these were added, as the segment's headers do if this journal is ever lost.
-        yield from removed_records(0, "", [(ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)])
+        dead: list[Record] = [
+            *removed_records(0, "", [(ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)])
+        ]
+        if segment.recorded and segment.sealed:
+            dead.append(SegmentSealed(segment.name, segment.end))
+        yield dead
 
     # Rows.
 

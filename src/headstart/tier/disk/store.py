@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.books import Books, Segment
-from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.directory import MARKER, Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
@@ -35,12 +36,12 @@ from headstart.tier.disk.records import (
     SegmentOpened,
     SegmentSealed,
     Touched,
-    encode_record,
 )
-from headstart.tier.disk.removal import QUARANTINE, evict, measure, measure_stale, remove, unlink
+from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, measure_stale, remove, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 TURN_S = 30.0
+ALONE_S, ALONE_PAUSE_S = 10.0, 0.002  # how long another process may add to the directory, and how often that is asked
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 TOUCH_INTERVAL_S = 5.0
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
@@ -85,7 +86,8 @@ class Store:
         self._wall_clock = wall_clock
         self._turn = Lock()
         self._process = os.getpid()
-        self._appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
+        self.appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
+        self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
         self._touched: dict[ExtentName, int] = {}
         self._touch_due = clock() + TOUCH_INTERVAL_S
@@ -97,9 +99,30 @@ class Store:
     # What changes something.
 
     def add(
-        self, image: memoryview, representation: Representation, added: ExtentAdded, *, keys: Sequence[bytes]
+        self,
+        image: memoryview,
+        representation: Representation,
+        added: ExtentAdded,
+        *,
+        keys: Sequence[bytes],
+        follow: Callable[[], bool],
     ) -> WriteOutcome:
-        """Store an extent whose place is not decided yet (`added.extent` is ignored)."""
+        """Store an extent whose place is not decided yet (`added.extent` is ignored). `follow` takes over what other processes
+        did; False where it could not."""
+
+        def add_once() -> WriteOutcome:
+            if self._journal.lost:
+                raise FileNotFoundError(errno.ENOENT, "the journal was removed", str(self.directory.root))
+            with self._alone() as alone:
+                if not alone or not follow():
+                    return self._refused("stopped")
+                if self._present(representation, keys):  # written while this one waited
+                    return WriteOutcome(stored=True, reason="present")
+                outcome = self._add(image, representation, added)
+                if outcome.stored:
+                    self._tidy()
+                return outcome
+
         if self._present(representation, keys):
             return WriteOutcome(stored=True, reason="present")
         if self.stopped:
@@ -107,17 +130,32 @@ class Store:
         with self.turn() as mine:
             if not mine:
                 return self._refused("stopped")
-            if self._present(representation, keys):  # written while this one waited
-                return WriteOutcome(stored=True, reason="present")
             try:
-                return self._add(image, representation, added)
+                return add_once()
             except OSError as error:
                 if not self._mended(error, image.nbytes):
                     return self._stop(error)
             try:
-                return self._add(image, representation, added)  # once more, not for ever
+                return add_once()  # once more, not for ever
             except OSError as error:
                 return self._stop(error)
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Be the only process that adds to the directory: together they keep to one capacity. False: another one was too long
+        about it. Raises OSError."""
+        handle = self.disk.open(self.directory.root / MARKER, "write")
+        try:
+            for _ in range(int(ALONE_S / ALONE_PAUSE_S)):
+                if alone := self.disk.lock_file(handle):
+                    break
+                time.sleep(ALONE_PAUSE_S)
+            else:
+                self._pause(f"another process has been writing for {ALONE_S:.0f} s")
+            yield alone
+        finally:
+            with contextlib.suppress(OSError):  # the lock ends with it
+                self.disk.close(handle)
 
     def _present(self, representation: Representation, keys: Sequence[bytes]) -> bool:
         with self.lock:
@@ -216,9 +254,10 @@ class Store:
         """Say what is still to say and let go of the journal."""
         with self.turn() as mine:
             if mine:
+                give_back_waiting(self)
                 with contextlib.suppress(OSError):
                     self._flush_touches()
-                    self._seal(list(self._appending.values()))
+                    self._seal(list(self.appending.values()))
                 self._journal.close()
                 self._closed = True
         # A turn that never came is a stuck disk: its thread still uses the journal, which then ends with the process.
@@ -235,6 +274,11 @@ class Store:
         return self._stopped_until is not None and self._clock() < self._stopped_until
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, which has the parent's locks and names: it must not change either."""
+        return os.getpid() != self._process
+
+    @property
     def writer(self) -> bytes:
         return self._journal.writer
 
@@ -247,18 +291,15 @@ class Store:
             yield False
             return
         try:
-            # A forked child has the parent's locks and names: it must not write.
-            yield not self._closed and os.getpid() == self._process
+            yield not self._closed and not self.forked
         finally:
             self._turn.release()
 
     # Adding; in turn.
 
     def _add(self, image: memoryview, representation: Representation, added: ExtentAdded) -> WriteOutcome:
-        if self._journal.lost:
-            raise FileNotFoundError(errno.ENOENT, "the journal was removed", str(self.directory.root))
         nbytes = image.nbytes
-        segment = self._appending.get(representation.digest)
+        segment = self.appending.get(representation.digest)
         if segment is not None and (segment.gone or segment.end + nbytes > segment.capacity_bytes):
             self._seal([segment])
             segment = None
@@ -274,6 +315,8 @@ class Store:
             assert header is not None
             segment = self._open_segment(header)
         offset = segment.end
+        with self.lock:
+            segment.end += nbytes  # whatever becomes of it: others may see a half of it, and a name is used once
         with self.files.held(segment) as handle:
             try:
                 self.disk.write(handle, image, offset)
@@ -289,15 +332,19 @@ class Store:
             with self.lock:
                 self.books.apply([placed], own=True)
                 self.books.charge(segment, segment.allocated_bytes + nbytes)
-            facts = self.disk.facts(handle)
-        with self.lock:
-            self.books.charge(segment, facts.allocated_bytes)
-        if facts.links == 0:
+            try:
+                facts = self.disk.facts(handle)
+            except OSError:  # stored all the same
+                self.counters.add("stat_failed")
+                facts = None
+        if facts is not None:
+            with self.lock:
+                self.books.charge(segment, facts.allocated_bytes)
+        if facts is not None and facts.links == 0:
             self.lost_segment(segment)
             raise FileNotFoundError(errno.ENOENT, "the segment was removed", str(self.directory.segment_path(segment.name)))
         self.counters.add("bytes_written", nbytes)
         self._recovered()
-        self._tidy()
         return WriteOutcome(stored=True, reason="written")
 
     def _new_header(self, representation: Representation) -> SegmentHeader:
@@ -335,12 +382,12 @@ class Store:
         with self.lock:
             self.books.apply(records, own=True)
         measure(self, segment)
-        self._appending[header.digest] = segment
+        self.appending[header.digest] = segment
         return segment
 
     def _seal(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
-            self._appending.pop(segment.representation, None)
+            self.appending.pop(segment.representation, None)
         sealed = [SegmentSealed(s.name, s.end) for s in segments if not s.gone and not s.sealed]
         try:
             self.append(sealed)
@@ -377,28 +424,43 @@ class Store:
                 return
 
     def _tidy(self) -> None:
-        """Journal what was touched when it is due; start the journal anew when it has grown and is mostly dead."""
-        if self._touched and self._clock() >= self._touch_due:
-            self._flush_touches()
-        if self._journal.size < self._renew_at:
-            return
+        """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""
+        try:
+            give_back_waiting(self)
+            if self._touched and self._clock() >= self._touch_due:
+                self._flush_touches()
+            if self._journal.size >= self._renew_at:
+                self._renew()
+        except (OSError, StoreError):
+            self.counters.add("tidy_failed")
+
+    def _renew(self) -> None:
+        """Start the journal anew if it is mostly dead."""
         self._renew_at = self._journal.size + self._renew_bytes
-        missing = self.allocated_bytes + self._journal.size // 2 + self._slack_bytes - self.capacity_bytes
+        with self.lock:
+            live = self.books.snapshot_bytes()
+        if live * 2 > self._journal.size:
+            return
+        missing = self.allocated_bytes + live + self._slack_bytes - self.capacity_bytes
         if missing > 0 and not evict(self, missing, "capacity"):
             return
-        with self.lock:
-            records = list(self.books.snapshot())
-        nbytes = sum(len(encode_record(r, writer=self.writer, generation=0, offset=0)) for r in records)
-        if nbytes * 2 > self._journal.size:
-            return
         try:
-            self._journal = self._journal.renew(records, now_ms=self.now_ms())
+            self._journal = self._journal.renew(self._snapshot(), now_ms=self.now_ms())
         except OSError:
             self.counters.add("journal_renew_failed")
             return
         self._journal_bytes = self._journal.allocated_bytes
         self._renew_at = self._journal.size + self._renew_bytes
         self.counters.add("journal_renewed")
+
+    def _snapshot(self) -> list[Record]:
+        parts, records = self.books.snapshot(), list[Record]()
+        while True:
+            with self.lock:  # for one part at a time: lookups go on
+                part = next(parts, None)
+            if part is None:
+                return records
+            records += part
 
     def _recreate(self) -> None:
         """Somebody removed the directory, or a part of it: forget what is gone, and begin again in what can be made anew."""
@@ -409,8 +471,7 @@ class Store:
         for segment in lost:
             self.lost_segment(segment)
         if self._journal.lost:
-            with self.lock:
-                records = list(self.books.snapshot())
+            records = self._snapshot()
             old = self._journal
             self._journal = Journal.create(
                 self.disk,
@@ -430,19 +491,23 @@ class Store:
         self.counters.add(f"write_failed_{reason}")
         return WriteOutcome(stored=False, reason=reason)
 
-    def _stop(self, error: OSError | StoreError) -> WriteOutcome:
-        """Store nothing for a while: the medium refuses. Said once, until something was stored again."""
+    def _stop(self, error: OSError) -> WriteOutcome:
+        """Store nothing for a while: the medium refuses."""
+        self._pause(str(error))
+        code = errno.errorcode.get(error.errno or 0, "other").lower()
+        self.counters.add(f"write_failed_{code}")
+        return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")
+
+    def _pause(self, why: str) -> None:
+        """Store nothing for a while. Said once, until something was stored again."""
         if self._stopped_until is None:
             log.warning(
                 "disk tier %s: nothing is stored for now (%s); reading goes on, and it is tried again every %d s",
                 self.directory.root,
-                error,
+                why,
                 STOPPED_S,
             )
         self._stopped_until = self._clock() + STOPPED_S
-        code = errno.errorcode.get(error.errno or 0, "other").lower()
-        self.counters.add(f"write_failed_{code}")
-        return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")
 
     def _recovered(self) -> None:
         if self._stopped_until is not None:

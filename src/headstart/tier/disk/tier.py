@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -31,7 +32,19 @@ from headstart.tier.disk.store import FULL, LOST, Store
 
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05
+FOLLOW_S = 1.0  # how long a lease or a write waits for its look at what other processes did
 _UNPLACED = ExtentName(SegmentName(b"", 0), 0)
+
+
+@dataclass(slots=True)
+class _Held:
+    """An extent under `count` leases: its bytes are locked in the file, which is kept open. The extent may be gone by now."""
+
+    segment: Segment
+    offset: int
+    nbytes: int
+    handle: Handle
+    count: int = 0
 
 
 class DiskTier:
@@ -47,10 +60,10 @@ class DiskTier:
         self._clock = clock
         self._counters = store.counters
         self._closed = False
-        self._refreshing = Lock()  # one thread follows the other journals at a time; nobody waits for it
+        self._refreshing = Lock()  # one thread follows the other journals at a time
         self._look_due = clock() + REFRESH_INTERVAL_S
         self._leasing = Lock()  # first and last lease of an extent, so that its lock in the file is there when the count is
-        self._held: dict[ExtentId, tuple[Segment, int, int, Handle]] = {}
+        self._held: dict[ExtentId, _Held] = {}
 
     @classmethod
     def open(
@@ -111,28 +124,26 @@ class DiskTier:
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
+        if self._store.forked:  # locks are the parent's
+            return [False] * len(extents)
         leased = [self._lease(extent) for extent in extents]
         if any(leased):
             # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
-            self._follow()
+            followed = self._follow(wait_s=FOLLOW_S)
             with self._store.lock:
-                alive = [self._store.books.row(extent) is not None for extent in extents]
+                alive = [followed and self._store.books.row(extent) is not None for extent in extents]
             self.release([extent for extent, ok, here in zip(extents, leased, alive, strict=True) if ok and not here])
             leased = [ok and here for ok, here in zip(leased, alive, strict=True)]
         return leased
 
     def release(self, extents: Sequence[ExtentId]) -> None:
+        if self._store.forked:
+            return
         for extent in extents:
             with self._leasing:
                 held = self._release(extent)
-                if held is not None:
-                    _, offset, nbytes, handle = held
-                    try:
-                        self._store.disk.unlock_range(handle, offset, nbytes)
-                    except OSError:
-                        self._counters.add("lock_failed")
             if held is not None:
-                self._store.files.let_go(held[0])
+                self._store.files.let_go(held.segment)
 
     def read(self, reads: Sequence[ReadRange]) -> int:
         self._require_open()
@@ -166,7 +177,7 @@ class DiskTier:
             prefixes,
             BOUNDARY_STATE if header.state_bytes else 0,
         )
-        return self._store.add(image, representation, added, keys=header.keys)
+        return self._store.add(image, representation, added, keys=header.keys, follow=lambda: self._follow(wait_s=FOLLOW_S))
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
@@ -226,9 +237,10 @@ class DiskTier:
             return
         self._closed = True
         with self._leasing:
-            held, self._held = list(self._held.values()), {}
-        for segment, *_ in held:  # their locks end with the handles
-            self._store.files.let_go(segment)
+            for held in self._held.values():
+                self._unlock(held)
+                self._store.files.let_go(held.segment)
+            self._held.clear()
         self._store.close()
         with self._refreshing:
             self._others.close()
@@ -250,26 +262,31 @@ class DiskTier:
         handle = self._hold(segment)
         if handle is None:
             return False
-        keep = False
         with self._leasing:
-            with store.lock:
-                row = store.books.row(extent)
-                count = -1 if row is None else store.books.leases(row)
-                if row is not None and count >= 0:
-                    store.books.set_leases(row, count + 1)
-            if count == 0:
-                keep = self._lock_range(handle, offset, nbytes)
-                if keep:
-                    self._held[extent] = (segment, offset, nbytes, handle)
-                else:
-                    count = -1
-                    with store.lock:
-                        row = store.books.row(extent)
-                        if row is not None:
-                            store.books.set_leases(row, 0)
-        if not keep:
+            held = self._held.get(extent)
+            first = held is None
+            if held is None:
+                held = _Held(segment, offset, nbytes, handle)
+            leased = self._count(extent, held.count + 1)
+            if leased and first:
+                leased = self._lock_range(handle, offset, nbytes)
+                if not leased:
+                    self._count(extent, 0)
+            if leased:
+                held.count += 1
+                self._held[extent] = held
+        if not (leased and first):
             store.files.let_go(segment)
-        return count >= 0
+        return leased
+
+    def _count(self, extent: ExtentId, leases: int) -> bool:
+        """Tell the books how many leases an extent has. False where it is gone or being removed."""
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            if row is None or self._store.books.leases(row) < 0:
+                return False
+            self._store.books.set_leases(row, leases)
+            return True
 
     def _hold(self, segment: Segment) -> Handle | None:
         """Hold a segment's file. None, and its extents are forgotten, where it is gone or is not what it was."""
@@ -293,18 +310,30 @@ class DiskTier:
             self._counters.add("lock_failed")
             return False
 
-    def _release(self, extent: ExtentId) -> tuple[Segment, int, int, Handle] | None:
-        """Count one lease less; returns what the last one held. An extent removed elsewhere has no count any more."""
-        with self._store.lock:
-            row = self._store.books.row(extent)
-            if row is not None and not self._closed:
-                count = self._store.books.leases(row)
-                if count <= 0:
-                    raise ValueError(f"disk tier: extent {extent} was released more often than leased")
-                self._store.books.set_leases(row, count - 1)
-                if count > 1:
-                    return None
-        return self._held.pop(extent, None)
+    def _release(self, extent: ExtentId) -> _Held | None:
+        """Count one lease less; returns what the last one held."""
+        held = self._held.get(extent)
+        if held is None:
+            with self._store.lock:
+                alive = self._store.books.row(extent) is not None
+            if alive and not self._closed:
+                raise ValueError(f"disk tier: extent {extent} was released more often than leased")
+            return None
+        held.count -= 1
+        if held.count:
+            self._count(extent, held.count)
+            return None
+        # While it still counts as leased: the evictor of this process locks by the same handle, and would lose its lock here.
+        self._unlock(held)
+        del self._held[extent]
+        self._count(extent, 0)
+        return held
+
+    def _unlock(self, held: _Held) -> None:
+        try:
+            self._store.disk.unlock_range(held.handle, held.offset, held.nbytes)
+        except OSError:
+            self._counters.add("lock_failed")
 
     def _read(self, read: ReadRange) -> int:
         store = self._store
@@ -346,24 +375,27 @@ class DiskTier:
         if error.errno in LOST:
             self._store.lost_segment(segment)
 
-    def _follow(self) -> None:
-        if not self._refreshing.acquire(blocking=False):
-            return
+    def _follow(self, *, wait_s: float = 0) -> bool:
+        """Take over what other processes journalled up to now. False where that could not be read, or another thread was at
+        it for too long."""
+        if not (self._refreshing.acquire(timeout=wait_s) if wait_s else self._refreshing.acquire(blocking=False)):
+            return False
         try:
             if self._closed:
-                return
+                return False
             self._take_over(self._others.poll())
             self._take_over(self._others.look_for_new())
         except OSError:
             self._counters.add("refresh_failed")
+            return False
         finally:
             self._refreshing.release()
+        return True
 
     def _take_over(self, records: Sequence[Record]) -> None:
-        if records:
-            with self._store.lock:
-                self._store.books.apply(records, own=False)
-                self._store.other_journals_bytes = self._others.allocated_bytes
+        with self._store.lock:
+            self._store.books.apply(records, own=False)
+            self._store.other_journals_bytes = self._others.allocated_bytes
 
 
 def _probe(disk: Disk, place: Directory) -> bool:
