@@ -61,6 +61,9 @@ class EngineConfig:
 class ServerConfig:
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
+    allow_remote: Annotated[bool, Meta(description="listen on an address that other machines reach; there are no keys yet")] = (
+        False
+    )
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
 
 
@@ -108,6 +111,11 @@ class Setting:
     def switches_off(self) -> bool:
         """Whether the flag takes no value and turns a section off that is on by default."""
         return self.key.endswith(".enabled")
+
+    @property
+    def switches_on(self) -> bool:
+        """Whether the flag takes no value and turns something on that is off by default."""
+        return self.default is False
 
 
 def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | None = None) -> Config:

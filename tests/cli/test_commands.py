@@ -92,7 +92,7 @@ def test_a_port_in_use_is_a_sentence_before_any_model_is_loaded(capsys: pytest.C
 
 
 def test_an_address_that_is_not_ours_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = fails(capsys, "serve", "no-such-model", "--host", "192.0.2.1", "--port", "0")
+    code, said = fails(capsys, "serve", "no-such-model", "--host", "192.0.2.1", "--port", "0", "--allow-remote")
     assert code == 2
     assert "cannot listen on port 0 of 192.0.2.1" in said
 

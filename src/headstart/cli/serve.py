@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 import click
 import uvicorn
 
+from headstart.api.access import is_loopback
 from headstart.api.app import build_app
 from headstart.api.served import Served
 from headstart.api.service import Service
@@ -81,7 +81,6 @@ class _Server(uvicorn.Server):
     def run_until_stopped(self) -> int:
         """Serve until a signal, or until loading fails, which is raised. Return the exit code."""
         log.info("listening on %s, loading %s", self._url, self._configuration.model)
-        _warn_if_reachable(self._configuration.server.host)
         # uvicorn raises a signal again once it is down, for whoever stood there before; that is us, and we are done.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
@@ -137,7 +136,15 @@ class _Server(uvicorn.Server):
 
 
 def bound(server: ServerConfig) -> socket.socket:
-    """Return a listening socket. Raises AddressInUse, or ConfigError for an address that is not this machine's."""
+    """Return a listening socket. Raises AddressInUse, or ConfigError for an address that is not this machine's or that others
+    reach without leave: there are no keys, and by timing anyone can guess at cached prompts."""
+    if not server.allow_remote and not is_loopback(server.host):
+        raise ConfigError(
+            f"{server.host} can be reached by others, who may then use the model and guess at cached prompts; put a proxy with "
+            "keys in front of 127.0.0.1, or say --allow-remote",
+            key="server.allow_remote",
+            host=server.host,
+        )
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)
@@ -164,16 +171,3 @@ def ready_line(url: str, served: Served) -> str:
         f"{url} serves {served.name}{note} on {info.device} in {info.dtype}, context {info.context_tokens:,} tokens; "
         f"cache: {info.cache}"
     )
-
-
-def _warn_if_reachable(host: str) -> None:
-    try:
-        private = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        private = False
-    if not private:
-        log.warning(
-            "listening on %s: whoever reaches this address can use the model and, by timing, guess at cached prompts; "
-            "there are no keys yet, so put a proxy that has some in front",
-            host,
-        )
