@@ -166,6 +166,18 @@ def test_a_cache_of_another_format_version_stops_nothing(config: Config, caplog:
     assert any("99" in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
 
 
+def test_a_recommended_penalty_that_is_not_applied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "generation_config.json"
+    for penalty in ("null", "1.0", "1"):
+        file.write_text(f'{{"repetition_penalty": {penalty}}}')
+        sampling_defaults(tmp_path)
+    assert not caplog.records
+    file.write_text('{"repetition_penalty": 1.05}')
+    sampling_defaults(tmp_path)
+    (record,) = caplog.records
+    assert "repetition_penalty 1.05, which is not applied" in record.getMessage()
+
+
 def test_sampling_follows_the_models_makers_unless_asked_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     assert sampling_defaults(tmp_path) == Sampling()

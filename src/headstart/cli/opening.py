@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
 from headstart.errors import ModelError
 from headstart.render import Renderer
+
+log = logging.getLogger("headstart")
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -44,6 +47,7 @@ class _GenerationConfig(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    repetition_penalty: float | None = None
 
 
 def sampling_defaults(folder: Path) -> Sampling:
@@ -55,6 +59,8 @@ def sampling_defaults(folder: Path) -> Sampling:
         return Sampling()
     except (OSError, msgspec.DecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}; fetch the model again", path=file) from error
+    if said.repetition_penalty not in (None, 1):
+        log.warning("%s asks for repetition_penalty %g, which is not applied by this version", file, said.repetition_penalty)
     if not said.do_sample:
         return Sampling()
     return Sampling(
