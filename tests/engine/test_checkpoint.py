@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -97,6 +100,22 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
+def test_only_what_is_loaded_counts(tmp_path: Path) -> None:
+    """Some models come twice in one folder; the copy in its makers' own form is neither read nor part of the identity."""
+    for i, files in enumerate((1, 3)):
+        folder = checkpoint(tmp_path / f"model-{i}", files=files)
+        before = identity_of(folder)
+        (folder / "consolidated.safetensors").write_bytes(b"not even a safetensors file")
+        check_folder(folder)
+        assert identity_of(folder) == before
+
+
+def test_the_makers_own_form_alone_is_no_model(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        check_folder(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", files=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -185,6 +204,41 @@ def test_a_file_whose_facts_changed_is_read_again(folder: Path, tmp_path: Path, 
         shutil.copy2(weights, tmp_path / "copy")
         os.replace(tmp_path / "copy", weights)
     assert identity_of(folder, digests=memory, clock_ns=later) == first
+
+
+@pytest.mark.parametrize("at", [-1, 64])
+def test_a_file_of_equal_facts_and_other_content_is_read_again(tmp_path: Path, at: int) -> None:
+    """As in two builds of one image: size, times, inode and device agree, the weights do not."""
+    folder, memory = checkpoint(tmp_path / "model"), tmp_path / "digests.json"
+    before = identity_of(folder, digests=memory, clock_ns=later)
+    flip(folder / "model.safetensors", at)
+    entries = msgspec.json.decode(memory.read_bytes())
+    stat = (folder / "model.safetensors").stat()
+    for entry in entries.values():
+        entry |= {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+        entry |= {"inode": stat.st_ino, "device": stat.st_dev}
+    memory.write_bytes(msgspec.json.encode(entries))
+    assert identity_of(folder, digests=memory, clock_ns=later) == identity_of(folder) != before
+
+
+def test_a_sample_reads_little_of_a_large_file(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"weight": np.zeros((4 << 20,), dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    memory = tmp_path / "digests.json"
+    first = identity_of(folder, digests=memory, clock_ns=later)
+    read = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            read.append(len(buffer))
+            return super().readinto(buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "open", lambda path, mode: io.BufferedReader(Counting(path)))
+        assert identity_of(folder, digests=memory, clock_ns=later) == first
+    assert 0 < sum(read) < 2 << 20
 
 
 def first_digest(memory: Path) -> str:

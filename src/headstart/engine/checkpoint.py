@@ -1,8 +1,9 @@
 """A checkpoint folder: is it whole, and what do its numbers mean? Reads `config.json` and `*.safetensors`, no tensors.
 
 An identity is made from content alone: SHA-256 of every weights file and the fields of `config.json` that change the numbers.
-Hashing gigabytes at every start would cost seconds, so digests are remembered by path, size, times and inode in one small
-file; a file whose facts differ in any way is read again.
+Hashing gigabytes at every start would cost seconds, so digests are remembered in one small file by path, size, times, inode
+and device, and by a sample of the content: images of file systems (squashfs, EROFS) often give every build the same times and
+inodes. A file whose facts differ in any way is read again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -25,6 +27,8 @@ from headstart.errors import ModelError
 HASH_THREADS = 4
 # A file changed twice within one tick of the file system's clock looks unchanged; younger files are not remembered.
 SETTLED_NS = 2_000_000_000
+SAMPLES = 64
+SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the bound that the safetensors format itself sets
 
 
@@ -80,26 +84,30 @@ def read_json(file: Path) -> dict[str, object] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's *.safetensors, sorted by name. Raises ModelError if there is none or one in the index is missing."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Return the weights files that are loaded, sorted by name: model.safetensors, else what the index names.
+
+    Other *.safetensors, such as the same weights once more in another form, stay unread. Raises ModelError if there is none
+    or one is missing."""
+    whole = folder / "model.safetensors"
+    if whole.exists():
+        return [whole]
     index_file = folder / "model.safetensors.index.json"
     index = read_json(index_file)
-    if index is not None and not (folder / "model.safetensors").exists():
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelError(f"{index_file} has no weight_map; fetch the model again", path=index_file)
-        present = {file.name for file in files}
-        missing = sorted({str(name) for name in weight_map.values()} - present)
-        if missing:
-            raise ModelError(
-                f"{folder} lacks {missing[0]} ({len(missing)} of its weights files are missing); fetch the model again",
-                path=folder / missing[0],
-            )
-    if not files:
+    if index is None:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         hint = "pickled weights are never read, convert them to safetensors" if pickled else "fetch the model again"
-        raise ModelError(f"{folder} has no model.safetensors; {hint}", path=folder / "model.safetensors")
-    return files
+        raise ModelError(f"{folder} has no model.safetensors; {hint}", path=whole)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index_file} has no weight_map; fetch the model again", path=index_file)
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {missing[0]} ({len(missing)} of its weights files are missing); fetch the model again",
+            path=folder / missing[0],
+        )
+    return [folder / name for name in names]
 
 
 def _check_safetensors(file: Path) -> None:
@@ -131,6 +139,8 @@ class _Remembered(msgspec.Struct, frozen=True):
     mtime_ns: int
     ctime_ns: int
     inode: int
+    device: int
+    sample: bytes  # SHA-256 of the header, which names every tensor, and of blocks spread over the file
     sha256: bytes
 
 
@@ -141,16 +151,17 @@ def _digest_files(files: Sequence[Path], memory: Path | None, clock_ns: Callable
     def digest(file: Path) -> bytes:
         path = os.path.realpath(file)
         old = known.get(path)
-        if old is not None and old == _facts(os.stat(path), old.sha256):
-            return old.sha256
-        with open(path, "rb", buffering=0) as stream:
-            before = os.fstat(stream.fileno())
+        with open(path, "rb") as stream:
+            before = _facts(stream, b"" if old is None else old.sha256)
+            if old is not None and old == before:
+                return old.sha256
+            stream.seek(0)
             sha256 = hashlib.file_digest(stream, "sha256").digest()
-            after = os.fstat(stream.fileno())
-        if _facts(before, sha256) != _facts(after, sha256):
+            after = _facts(stream, sha256)
+        if after != msgspec.structs.replace(before, sha256=sha256):
             raise ModelError(f"{file} changed while it was read; start again when it is complete", path=file)
-        if clock_ns() - after.st_ctime_ns > SETTLED_NS:
-            fresh[path] = _facts(after, sha256)
+        if clock_ns() - after.ctime_ns > SETTLED_NS:
+            fresh[path] = after
         return sha256
 
     try:
@@ -165,10 +176,29 @@ def _digest_files(files: Sequence[Path], memory: Path | None, clock_ns: Callable
     return digests
 
 
-def _facts(stat: os.stat_result, sha256: bytes) -> _Remembered:
+def _facts(stream: BinaryIO, sha256: bytes) -> _Remembered:
+    stat = os.fstat(stream.fileno())
     return _Remembered(
-        size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino, sha256=sha256
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        ctime_ns=stat.st_ctime_ns,
+        inode=stat.st_ino,
+        device=stat.st_dev,
+        sample=_sample(stream, stat.st_size),
+        sha256=sha256,
     )
+
+
+def _sample(stream: BinaryIO, size: int) -> bytes:
+    sha256 = hashlib.sha256()
+    stream.seek(0)
+    prefix = stream.read(8)
+    header_bytes = int.from_bytes(prefix, "little")
+    sha256.update(prefix + stream.read(min(header_bytes, _MAX_HEADER_BYTES)))
+    for i in range(SAMPLES):
+        stream.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))  # the first block and the last are among them
+        sha256.update(stream.read(SAMPLE_BYTES))
+    return sha256.digest()
 
 
 def _recall(memory: Path) -> dict[str, _Remembered]:
