@@ -49,6 +49,7 @@ def checkpoint(folder: Path, *, files: int = 1, seed: int = 0) -> Path:
         index = {"weight_map": {f"layer.{i}": name for i, name in enumerate(names)}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 
@@ -74,6 +75,9 @@ def test_a_model_saved_by_transformers_passes(tiny_model_folder: Callable[..., P
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json is not valid JSON"),
         (lambda f: (f / "config.json").write_text("[1]"), "config.json does not hold a JSON object"),
         (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
+        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda f: (f / "tokenizer.json").write_text('{"mod'), "tokenizer.json is not valid JSON"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json describes no tokenizer"),
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert them to safetensors"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters are not served"),

