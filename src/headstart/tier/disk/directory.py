@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import re
 import secrets
 from collections.abc import Iterator
@@ -17,23 +18,30 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from headstart.errors import FormatMismatch, TierUnavailable
-from headstart.tier.disk.door import Disk
+from headstart.errors import FormatMismatch, StoreError, TierUnavailable
+from headstart.tier.disk.door import Disk, Handle
 from headstart.tier.disk.records import SegmentName
 
 FORMAT = "headstart"
 VERSION = 1
+FEATURES: frozenset[str] = frozenset()  # what a reader must know of to use the directory, beyond the version
 MARKER = "headstart.json"
 _SEGMENT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.seg")
 _JOURNAL = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.log")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 _MAX_MARKER_BYTES = 64 << 10
+_TRIES = 16
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What stands in the directory. `journals`: each writer's generations, ascending. `unknown`: nothing of ours."""
+    """What stands in the directory. `journals`: each writer's generations, ascending. `unknown`: nothing of ours, or a folder
+    that cannot be read."""
 
     segments: set[SegmentName] = field(default_factory=set)
     journals: dict[bytes, list[int]] = field(default_factory=dict)
@@ -66,8 +74,22 @@ class Directory:
     def journal_path(self, writer: bytes, generation: int) -> Path:
         return self.journals / f"{writer.hex()}-{generation:08x}.log"
 
-    def temporary_path(self) -> Path:
-        return self.journals / f"{secrets.token_hex(16)}.tmp"
+    def create_temporary(self, folder: Path) -> tuple[Path, Handle]:
+        """Create a file to be renamed when it is whole. It is locked: a temporary file whose lock can be taken is abandoned,
+        and whoever opens the directory removes it. Raises OSError, leaving nothing behind."""
+        for _ in range(_TRIES):
+            path = folder / f"{secrets.token_hex(16)}.tmp"
+            handle = self._disk.open(path, "create")
+            try:
+                if self._disk.lock_file(handle) and self._disk.facts(handle).links:
+                    return path, handle
+            except BaseException:
+                with suppress(OSError):
+                    self._disk.unlink(path)
+                self._disk.close(handle)
+                raise
+            self._disk.close(handle)  # another process opened the directory before it was locked, and removes it
+        raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
     def list(self) -> Listing:
         """Return what stands there: segments before journals, so that a segment's journal is never missed."""
@@ -78,7 +100,7 @@ class Directory:
             elif entry.name not in (MARKER, self.segments.name, self.journals.name):
                 listing.unknown.append(self.root / entry.name)
         for folder in self._disk.entries(self.segments):
-            if not folder.is_directory or not re.fullmatch(r"[0-9a-f]{2}", folder.name):
+            if not folder.is_directory or not _FOLDER.fullmatch(folder.name):
                 listing.unknown.append(self.segments / folder.name)
                 continue
             for path, found in self._names(self.segments / folder.name, _SEGMENT, listing):
@@ -103,7 +125,15 @@ class Directory:
         return newest
 
     def _names(self, folder: Path, pattern: re.Pattern[str], listing: Listing) -> Iterator[tuple[Path, re.Match[str]]]:
-        for entry in self._disk.entries(folder):
+        try:
+            entries = self._disk.entries(folder)
+        except OSError as error:
+            if folder == self.journals:
+                raise
+            log.warning("disk tier %s: folder %s cannot be read (%s); what is in it is missed", self.root, folder.name, error)
+            listing.unknown.append(folder)
+            return
+        for entry in entries:
             path = folder / entry.name
             found = pattern.fullmatch(entry.name)
             if found and not entry.is_directory:
@@ -126,50 +156,101 @@ class Directory:
     def _check_marker(self) -> None:
         path = self.root / MARKER
         try:
-            handle = self._disk.open(path, "read")
+            marker = self._read_marker(path)
         except FileNotFoundError:
             return self._write_marker()
-        try:
-            size = self._disk.facts(handle).size
-            data = bytearray(min(size, _MAX_MARKER_BYTES))
-            self._disk.read(handle, [memoryview(data)], 0)
-        finally:
-            self._disk.close(handle)
-        try:
-            marker = json.loads(data)
-        except ValueError:
-            marker = None
-        if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        if marker is None and self._holds_files():
+            # A rotten marker is no reason to lose what lies beside it: segments and journals carry versions of their own.
+            log.warning("disk tier %s: %s could not be read and is written anew", self.root, MARKER)
+            return self._rewrite_marker(path)
+        if marker is None:
             raise TierUnavailable(
                 f"{path} is not the marker of a headstart cache; choose another directory, or remove that file to use this one",
                 tier="disk",
                 path=path,
             )
-        if marker.get("version") != VERSION:
+        if marker["version"] != VERSION:
             raise FormatMismatch(
-                f"cache directory {self.root} has format version {marker.get('version')}, this headstart reads {VERSION}; "
+                f"cache directory {self.root} has format version {marker['version']}, this headstart reads {VERSION}; "
                 "choose another directory or remove this one",
                 tier="disk",
                 path=path,
-                found=marker.get("version"),
+                found=marker["version"],
                 supported=VERSION,
             )
+        unknown = sorted(set(marker.get("features", [])) - FEATURES)
+        if unknown:
+            raise FormatMismatch(
+                f"cache directory {self.root} uses {', '.join(unknown)}, which this headstart does not know; "
+                "use a newer headstart or choose another directory",
+                tier="disk",
+                path=path,
+                found=unknown,
+                supported=sorted(FEATURES),
+            )
 
-    def _write_marker(self) -> None:
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        text = json.dumps({"format": FORMAT, "version": VERSION, "created": created}, indent=1) + "\n"
-        temporary = self.root / f"{secrets.token_hex(16)}.tmp"
-        handle = self._disk.open(temporary, "create")
+    def _read_marker(self, path: Path) -> dict[str, Any] | None:
+        """Return what the marker says; None where it cannot be read as one."""
+        handle = self._disk.open(path, "read")
         try:
-            self._disk.write(handle, text.encode(), 0)
+            data = bytearray(min(self._disk.facts(handle).size, _MAX_MARKER_BYTES))
+            self._disk.read(handle, [memoryview(data)], 0)
+            marker = json.loads(data)
+        except (ValueError, StoreError):
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return None
+            raise
+        finally:
+            self._disk.close(handle)
+        if not isinstance(marker, dict) or marker.get("format") != FORMAT or not isinstance(marker.get("version"), int):
+            return None
+        features = marker.get("features", [])
+        return marker if isinstance(features, list) and all(isinstance(name, str) for name in features) else None
+
+    def _holds_files(self) -> bool:
+        """Whether a segment or a journal stands here."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if self.list_journals():
+                return True
+            for folder in self._disk.entries(self.segments):
+                if folder.is_directory and _FOLDER.fullmatch(folder.name):
+                    inside = self._disk.entries(self.segments / folder.name)
+                    if any(_SEGMENT.fullmatch(entry.name) for entry in inside):
+                        return True
+        return False
+
+    def _rewrite_marker(self, path: Path) -> None:
+        """Write the marker anew in place: other processes may hold its lock. Torn, it is written anew once more."""
+        handle = self._disk.open(path, "write")
+        try:
+            text = _marker()
+            self._disk.write(handle, text, 0)
+            self._disk.truncate(handle, len(text))
             self._disk.sync(handle)
         finally:
             self._disk.close(handle)
+
+    def _write_marker(self) -> None:
+        temporary, handle = self.create_temporary(self.root)
         try:
+            self._disk.write(handle, _marker(), 0)
+            self._disk.sync(handle)
             self._disk.rename(temporary, self.root / MARKER)
-        except FileNotFoundError:
-            self._disk.stat(self.root / MARKER)  # another process cleaned up at its start; then it has written a marker
+        except BaseException:
+            with suppress(OSError):
+                self._disk.unlink(temporary)
+            raise
+        finally:
+            self._disk.close(handle)
         self._disk.sync_directory(self.root)
+
+
+def _marker() -> bytes:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    marker = {"format": FORMAT, "version": VERSION, "features": sorted(FEATURES), "created": created}
+    return (json.dumps(marker, indent=1) + "\n").encode()
 
 
 def unavailable(root: Path, error: OSError) -> TierUnavailable:

@@ -26,6 +26,7 @@ import secrets
 import stat as stat_module
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,10 +133,17 @@ class RealDisk:
         self._direct: dict[Handle, int] = {}
 
     def probe(self, directory: Path) -> bool:
+        for _ in range(_PROBES - 1):
+            with suppress(FileNotFoundError):  # a process that opens the directory just now takes the file for abandoned
+                return self._probe(directory)
+        return self._probe(directory)
+
+    def _probe(self, directory: Path) -> bool:
         path = directory / f"{secrets.token_hex(16)}.tmp"
         handle = self.open(path, "create", bulk=True)
         try:
-            os.unlink(path)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
             with mmap.mmap(-1, 2 * ALIGNMENT) as memory, memoryview(memory) as view:
                 view[:ALIGNMENT] = secrets.token_bytes(ALIGNMENT)
                 source, target = view[:ALIGNMENT], view[ALIGNMENT:]
@@ -163,7 +171,8 @@ class RealDisk:
                 if error.errno != errno.EINVAL:  # EINVAL: no O_DIRECT on this file system
                     os.close(handle)
                     if mode == "create":
-                        os.unlink(path)
+                        with suppress(FileNotFoundError):
+                            os.unlink(path)
                     raise
         return handle
 
@@ -271,6 +280,7 @@ class RealDisk:
 
 
 _IOV_MAX = 1024
+_PROBES = 8
 _BOUNCE_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}

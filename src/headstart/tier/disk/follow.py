@@ -39,7 +39,7 @@ class Others:
         records: list[Record] = []
         for writer, generation in newest.items():
             tail = self._tails.get(writer)
-            if tail is not None and generation <= tail.generation:
+            if tail is not None and generation <= tail.generation and not _gone(tail):
                 continue
             try:
                 new = JournalTail(self._disk, self._directory, writer=writer, generation=generation)
@@ -67,6 +67,14 @@ class Others:
     def _measure(self) -> None:
         with contextlib.suppress(OSError):
             self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values())
+
+
+def _gone(tail: JournalTail) -> bool:
+    """A generation that could not be finished is withdrawn; the next one that is made may have its name."""
+    try:
+        return tail.gone
+    except OSError:
+        return True
 
 
 def _poll(tail: JournalTail) -> list[Record]:

@@ -2,6 +2,8 @@
 
 A writer holds the exclusive lock of its journal for life; a journal whose lock can be taken belongs to a dead writer.
 A new generation is written whole under a temporary name, synced, renamed, and only then is the old one removed.
+Bytes that a reader may have taken for a record are never cut or written over: after an append that failed in part, and behind
+the torn end of a dead writer's journal, only a new generation can follow.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from headstart.tier.disk.records import (
     Decoded,
     Record,
     Snapshot,
+    Unknown,
     decode_journal_header,
     decode_records,
     encode_journal_header,
@@ -43,8 +46,9 @@ class Journal:
         self._handle = handle
         self._reserve_bytes = reserve_bytes
         self._reserved = 0
-        self._dirty_tail = False
         self._closed = False
+        self._unknown: list[Unknown] = []  # records of later versions, kept for them
+        self.broken = False  # something that readers may have seen stands behind `size`: to go on, renew it
         self.silent = False  # it says nothing that anybody would miss
         self._reserve()
 
@@ -64,11 +68,9 @@ class Journal:
         data = bytearray(encode_journal_header(writer, generation, now_ms, host=_host()))
         for record in records:
             data += encode_record(record, writer=writer, generation=generation, offset=len(data))
-        temporary, path = directory.temporary_path(), directory.journal_path(writer, generation)
-        handle = disk.open(temporary, "create")
+        path = directory.journal_path(writer, generation)
+        temporary, handle = directory.create_temporary(directory.journals)
         try:
-            if not disk.lock_file(handle):
-                raise StoreError(f"journal {temporary} was taken by another process", reason="journal-taken")
             disk.write(handle, memoryview(data), 0)
             disk.sync(handle)
             disk.rename(temporary, path)
@@ -83,11 +85,14 @@ class Journal:
             disk, directory, handle, writer=writer, generation=generation, size=len(data), reserve_bytes=reserve_bytes
         )
         journal.silent = all(isinstance(record, Snapshot) for record in records)
+        journal._unknown = [record for record in records if isinstance(record, Unknown)]
         return journal
 
     @classmethod
-    def take_over(cls, disk: Disk, directory: Directory, tail: JournalTail, *, reserve_bytes: int) -> Journal:
-        """Go on with a dead writer's journal that `tail` has locked and read to its end; what is torn behind that is cut."""
+    def take_over(
+        cls, disk: Disk, directory: Directory, tail: JournalTail, unknown: Sequence[Unknown], *, reserve_bytes: int
+    ) -> Journal:
+        """Go on with a dead writer's journal that `tail` has locked and read to its end. `unknown`: what it holds of those."""
         journal = cls(
             disk,
             directory,
@@ -97,7 +102,8 @@ class Journal:
             size=tail.position,
             reserve_bytes=reserve_bytes,
         )
-        journal._dirty_tail = True
+        journal.broken = bool(tail.stopped)
+        journal._unknown = list(unknown)
         return journal
 
     @property
@@ -110,31 +116,33 @@ class Journal:
         return self._disk.facts(self._handle).allocated_bytes
 
     def append(self, records: Sequence[Record], *, sync: bool) -> None:
-        """Add records, all or none. Raises OSError; the journal can be used again afterwards."""
-        if self._dirty_tail:
-            # Behind `size` may stand whole records of a failed append; they must not come to life behind new ones.
-            self._disk.truncate(self._handle, self.size)
-            self._dirty_tail = False
-            self._reserved = 0
+        """Add records. Raises OSError; then none of them counts, though readers may have seen some if it is `broken` now."""
+        assert not self.broken, "a broken journal is renewed before anything is added"
         data = bytearray()
+        seen = 0  # so much must stand behind `size` for a reader to find a record there
         for record in records:
             data += encode_record(record, writer=self.writer, generation=self.generation, offset=self.size + len(data))
-        self._dirty_tail = True
-        self._disk.write(self._handle, memoryview(data), self.size)
-        if sync:
-            self._disk.sync(self._handle)
-        self._dirty_tail = False
+            seen = seen or len(data)
+        if self._reserve_bytes and self.size + len(data) > self._reserved:
+            self._disk.reserve(self._handle, self.size, len(data))  # a full disk refuses here, before anything is written
+        try:
+            self._disk.write(self._handle, memoryview(data), self.size)
+            if sync:
+                self._disk.sync(self._handle)
+        except OSError:
+            self.broken = self._reaches(self.size + seen)
+            raise
         self.silent = False
         self.size += len(data)
         self._reserve()
 
     def renew(self, records: Sequence[Record], *, now_ms: int) -> Journal:
         """Return the next generation, which holds `records`; this one is closed and removed. Raises OSError, and then this
-        one stays."""
+        one stays. What it holds of later versions goes along."""
         new = Journal.create(
             self._disk,
             self._directory,
-            records,
+            [*records, *self._unknown],
             writer=self.writer,
             generation=self.generation + 1,
             now_ms=now_ms,
@@ -150,7 +158,8 @@ class Journal:
         if self._closed:
             return
         with contextlib.suppress(OSError):
-            self._disk.truncate(self._handle, self.size)  # gives the reservation back
+            if not self.broken:
+                self._disk.truncate(self._handle, self.size)  # gives the reservation back
             if self.silent:
                 self._disk.unlink(self._directory.journal_path(self.writer, self.generation))
         self._close()
@@ -158,6 +167,12 @@ class Journal:
     def _close(self) -> None:
         self._closed = True
         self._disk.close(self._handle)
+
+    def _reaches(self, end: int) -> bool:
+        try:
+            return self._disk.facts(self._handle).size >= end
+        except OSError:
+            return True
 
     def _reserve(self) -> None:
         if self._reserve_bytes and self.size + self._reserve_bytes // 2 > self._reserved:
@@ -167,15 +182,16 @@ class Journal:
 
 
 class JournalTail:
-    """A journal that is being followed: `poll` returns the records that were added since. `handle` may be locked by `take`."""
+    """A journal that is being followed: `poll` returns the records that were added since. `stopped`: why nothing is read behind
+    `position` ("version": the journal is of another one). `taken`: its lock is held by `handle`, so its writer is dead."""
 
     def __init__(self, disk: Disk, directory: Directory, *, writer: bytes, generation: int) -> None:
-        """Open the journal. Raises OSError, or StoreError for a file that is none ("journal-header",
-        "short-read") or of another version ("journal-version")."""
+        """Open the journal. Raises OSError, or StoreError for a file that is none ("journal-header", "short-read")."""
         self.writer = writer
         self.generation = generation
         self.position = HEADER_BYTES
         self.stopped = ""
+        self.taken = False
         self._disk = disk
         self._path = directory.journal_path(writer, generation)
         self.handle = disk.open(self._path, "write")
@@ -186,16 +202,25 @@ class JournalTail:
             raise
 
     def take(self) -> bool:
-        """Try to lock the journal: True means that its writer is dead and that it is ours now, if it still has its name."""
-        if not self._disk.lock_file(self.handle):
-            return False
-        try:
-            return self._disk.stat(self._path).inode == self._disk.facts(self.handle).inode
-        except FileNotFoundError:
-            return False
+        """Try to lock the journal: True means that its writer is dead. It is ours if it still is the writer's newest."""
+        self.taken = self._disk.lock_file(self.handle)
+        return self.taken
+
+    def let_go(self) -> None:
+        """Give the lock back and go on following. Raises OSError."""
+        handle = self._disk.open(self._path, "write")  # the same file: nobody replaces one that is locked
+        self._disk.close(self.handle)
+        self.handle, self.taken = handle, False
+
+    @property
+    def gone(self) -> bool:
+        """True once the file has lost its name; another one may have it."""
+        return self._disk.facts(self.handle).links == 0
 
     def poll(self) -> list[Record]:
         """Return what was added. A record that is not whole yet is looked at again next time; `stopped` says why."""
+        if self.stopped == "version":
+            return []
         size = self._disk.facts(self.handle).size
         if size <= self.position:
             return []
@@ -215,18 +240,14 @@ class JournalTail:
         self._disk.close(self.handle)
 
     def _check_header(self) -> None:
-        data = bytearray(HEADER_BYTES)
+        data = bytearray(min(HEADER_BYTES, self._disk.facts(self.handle).size))
         try:
             self._disk.read(self.handle, [memoryview(data)], 0)
             writer, generation, version = decode_journal_header(memoryview(data))
             if (writer, generation) != (self.writer, self.generation):
                 raise ValueError("its header names another journal")
             if version != VERSION:
-                raise StoreError(
-                    f"journal {self._path} has version {version}, this headstart reads {VERSION}",
-                    reason="journal-version",
-                    path=self._path,
-                )
+                self.stopped = "version"
         except ValueError as error:
             raise StoreError(
                 f"journal {self._path} cannot be read: {error}", reason="journal-header", path=self._path

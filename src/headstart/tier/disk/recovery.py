@@ -1,8 +1,10 @@
 """Opening a directory: whose journals stand there, what they say, and what a crash left behind.
 
-One dead writer is taken over, identity and sequence numbers included: its torn journal tail is cut, torn bytes behind the last
-extent of its open segment are cut, and the segment is sealed. Other journals are read as they are. Segments that no journal
-speaks of are read by their extents' headers; what nobody can use is removed, so no crash leaves work for people.
+The lock of a journal comes before its last read: only a journal whose lock this process holds is a dead writer's, and until
+the lock is given back nothing can be added to it or to its writer's segments. So those may be cut, punched and unlinked;
+nothing of a living writer ever is. One dead writer is taken over for good, identity and sequence numbers included. Segments
+that no journal speaks of are read by their extents' headers; what nobody can use is removed, so no crash leaves work for
+people. A file that cannot be read costs what is in it and no more.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from headstart.errors import ExtentCorrupt, StoreError
@@ -21,15 +24,18 @@ from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
-from headstart.tier.disk.records import WRITER_BYTES, Record, SegmentName, Snapshot
+from headstart.tier.disk.records import WRITER_BYTES, Record, SegmentName, Snapshot, Unknown
+from headstart.tier.disk.removal import alone, measure
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
 
 log = logging.getLogger(__name__)
 
 _SEQUENCES_SKIPPED = 1 << 16  # behind a damaged journal, whose lost records may have named some
-_FOREIGN = ("unreadable", "error")  # why a journal stopped that is not simply torn
+_FOREIGN = ("version", "unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
+_SLACK_BYTES = 32 << 10  # what a file system may charge a file beside its data
+_TRIES = 16
 
 
 def recover(
@@ -42,61 +48,114 @@ def recover(
     wall_clock: Callable[[], float],
     counters: Counters,
 ) -> tuple[Store, Others]:
-    """Return the store of a prepared directory and the other writers on it. Raises OSError."""
-    listing = directory.list()
-    for path in listing.temporary:
-        _remove_if_abandoned(disk, path)
-    tails = _open_tails(disk, directory, listing, counters)
-    books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
-    own: JournalTail | None = None
-    for tail in tails:
-        mine = own is None and tail.take()
-        records = _read(tail, counters)
-        # One that speaks of what this version does not know is not cut where that begins.
-        if mine and tail.stopped not in _FOREIGN:
-            own = tail
-        books.apply(records, own=tail is own)
-    # After reading, so that a writer who is taken over by somebody else just now does not count as dead.
-    dead = {t.writer for t in tails if t is not own and t.stopped not in _FOREIGN and _is_dead(disk, directory, t)}
-    counters.add("journals_torn", sum(bool(tail.stopped) for tail in tails if tail is own or tail.writer in dead))
-    books.finish_loading()
-    reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
-    journal = _own_journal(disk, directory, own, listing, books, reserve_bytes=reserve_bytes, now_ms=int(wall_clock() * 1000))
-    store = Store(
-        disk,
-        directory,
-        books,
-        journal,
-        capacity_bytes=capacity_bytes,
-        reserve_bytes=reserve_bytes,
-        sync=sync,
-        clock=clock,
-        wall_clock=wall_clock,
-        counters=counters,
-    )
-    others = Others(disk, directory, [tail for tail in tails if tail is not own], own_writer=journal.writer)
-    store.other_journals_bytes = others.allocated_bytes
-    _measure_segments(store, dead)
-    _adopt_unknown(store, listing, dead)
-    store.make_room()
-    return store, others
-
-
-def _open_tails(disk: Disk, directory: Directory, listing: Listing, counters: Counters) -> list[JournalTail]:
-    tails = []
-    for writer, generations in listing.journals.items():
-        for generation in reversed(generations):
-            try:
-                tails.append(JournalTail(disk, directory, writer=writer, generation=generation))
-                break
-            except FileNotFoundError:
+    """Return the store of a prepared directory and the other writers on it. Raises OSError, leaving nothing open."""
+    with ExitStack() as stack:
+        listing = directory.list()
+        for path in listing.temporary:
+            _remove_if_abandoned(disk, path)
+        tails: list[JournalTail] = []
+        stack.callback(_close_all, tails)
+        books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
+        own: JournalTail | None = None
+        unknown: list[Unknown] = []
+        dead: set[bytes] = set()
+        for writer in list(listing.journals):
+            tail = _open_journal(disk, directory, listing, writer, counters)
+            if tail is None:
                 continue
-            except StoreError as error:
-                counters.add("journals_unreadable")
-                log.warning("disk tier %s: %s; what it says is lost", directory.root, error)
-                if error.reason != "journal-version":
-                    _remove_if_abandoned(disk, directory.journal_path(writer, generation))
-    return tails
+            tails.append(tail)
+            records = _read(tail, counters)
+            # One that speaks of what this version does not know is not cut where that begins.
+            if tail.taken and tail.stopped not in _FOREIGN:
+                dead.add(writer)
+                counters.add("journals_torn", bool(tail.stopped))
+                if own is None:
+                    own = tail
+                    unknown = [record for record in records if isinstance(record, Unknown)]
+            books.apply(records, own=tail is own)
+        books.finish_loading()
+        reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
+        if own is None:
+            journal = Journal.create(
+                disk,
+                directory,
+                [Snapshot(books.counter, 0)],
+                writer=secrets.token_bytes(WRITER_BYTES),
+                generation=0,
+                now_ms=int(wall_clock() * 1000),
+                reserve_bytes=reserve_bytes,
+            )
+        else:
+            _number_on(books, own, listing)
+            tails.remove(own)
+            journal = Journal.take_over(disk, directory, own, unknown, reserve_bytes=reserve_bytes)
+        stack.callback(journal.close)
+        if own is not None:
+            for generation in listing.journals[own.writer]:
+                if generation != own.generation:  # its writer died between the new and the old
+                    _remove_if_abandoned(disk, directory.journal_path(own.writer, generation))
+        store = Store(
+            disk,
+            directory,
+            books,
+            journal,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=reserve_bytes,
+            sync=sync,
+            clock=clock,
+            wall_clock=wall_clock,
+            counters=counters,
+        )
+        stack.callback(store.files.close, 0)
+        _settle(store, listing, dead)
+        for tail in [tail for tail in tails if tail.taken]:
+            try:
+                tail.let_go()
+            except OSError:  # it is found again by the next look
+                tails.remove(tail)
+                tail.close()
+        others = Others(disk, directory, tails, own_writer=journal.writer)
+        store.other_journals_bytes = others.allocated_bytes
+        store.make_room()
+        stack.pop_all()
+        return store, others
+
+
+def _close_all(tails: Sequence[JournalTail]) -> None:
+    for tail in tails:
+        with contextlib.suppress(OSError):
+            tail.close()
+
+
+def _open_journal(disk: Disk, directory: Directory, listing: Listing, writer: bytes, counters: Counters) -> JournalTail | None:
+    """Open a writer's newest journal, locked where the writer is dead. None: there is none that can be read now; one that is
+    damaged from its start is removed, and leaves the listing, where its writer is dead."""
+    newest: int | None = listing.journals[writer][-1]
+    for _ in range(_TRIES):
+        if newest is None:
+            return None
+        try:
+            tail = JournalTail(disk, directory, writer=writer, generation=newest)
+        except FileNotFoundError:  # renewed since it was listed
+            newest = directory.list_journals().get(writer)
+            continue
+        except (OSError, StoreError) as error:
+            counters.add("journals_unreadable")
+            log.warning("disk tier %s: a journal is passed over: %s", directory.root, error)
+            if isinstance(error, StoreError) and error.reason == "journal-header":
+                paths = [directory.journal_path(writer, generation) for generation in reversed(listing.journals[writer])]
+                if all(_remove_if_abandoned(disk, path) for path in paths):  # older ones too: they know less
+                    del listing.journals[writer]
+            return None
+        try:
+            # Its writer may have renewed it, and died, between the list and the lock.
+            if not tail.take() or ((newest := directory.list_journals().get(writer)) == tail.generation and not tail.gone):
+                return tail
+        except OSError:
+            counters.add("lock_failed")
+            newest = None
+        tail.close()
+    return None
 
 
 def _read(tail: JournalTail, counters: Counters) -> list[Record]:
@@ -108,133 +167,152 @@ def _read(tail: JournalTail, counters: Counters) -> list[Record]:
         return []
 
 
-def _remove_if_abandoned(disk: Disk, path: Path) -> None:
-    """Remove a file whose lock can be taken: who wrote it, or would go on with it, is dead."""
-    with contextlib.suppress(FileNotFoundError):
+def _remove_if_abandoned(disk: Disk, path: Path) -> bool:
+    """Remove a file whose lock can be taken: who wrote it, or would go on with it, is dead. False: it may still be there."""
+    try:
         handle = disk.open(path, "write")
         try:
-            if disk.lock_file(handle):
-                disk.unlink(path)
+            if not disk.lock_file(handle) or disk.stat(path).inode != disk.facts(handle).inode:
+                return False
+            disk.unlink(path)
+            return True
         finally:
             disk.close(handle)
-
-
-def _is_dead(disk: Disk, directory: Directory, tail: JournalTail) -> bool:
-    try:
-        probe = JournalTail(disk, directory, writer=tail.writer, generation=tail.generation)
-    except (FileNotFoundError, StoreError):
+    except FileNotFoundError:
+        return True
+    except OSError:  # tried again at the next open
         return False
-    try:
-        return probe.take()
-    finally:
-        probe.close()
 
 
-def _own_journal(
-    disk: Disk,
-    directory: Directory,
-    own: JournalTail | None,
-    listing: Listing,
-    books: Books,
-    *,
-    reserve_bytes: int,
-    now_ms: int,
-) -> Journal:
-    if own is None:
-        return Journal.create(
-            disk,
-            directory,
-            [Snapshot(books.counter, 0)],
-            writer=secrets.token_bytes(WRITER_BYTES),
-            generation=0,
-            now_ms=now_ms,
-            reserve_bytes=reserve_bytes,
-        )
-    for generation in listing.journals[own.writer]:
-        if generation != own.generation:  # its writer died between the new and the old
-            _remove_if_abandoned(disk, directory.journal_path(own.writer, generation))
+def _number_on(books: Books, own: JournalTail, listing: Listing) -> None:
+    """Let the sequence numbers go on behind all that the dead writer may have used."""
     if own.stopped:
         books.next_sequence += _SEQUENCES_SKIPPED
     on_disk = [name.sequence + 1 for name in listing.segments if name.writer == own.writer]
     books.next_sequence = max([books.next_sequence, *on_disk])
-    return Journal.take_over(disk, directory, own, reserve_bytes=reserve_bytes)
 
 
-def _measure_segments(store: Store, dead: set[bytes]) -> None:
-    """Compare what journals say with the files: forget what is gone, cut what is torn, count what is charged."""
-    books, short, unsealed = store.books, list[ExtentId](), list[Segment]()
-    for segment in list(books.segments.values()):
-        if not segment.opened:
-            continue
-        path = store.directory.segment_path(segment.name)
+def _settle(store: Store, listing: Listing, dead: set[bytes]) -> None:
+    """Compare what journals say with the files: forget what is gone, count what is charged, and of dead writers cut what is
+    torn and give back what nothing lives in. `dead`: their journals are locked."""
+    short: list[ExtentId] = []
+    opened = [segment for segment in store.books.segments.values() if segment.opened]
+    for segment in opened:
         try:
-            facts = store.disk.stat(path)
-        except FileNotFoundError:
-            books.forget_segment(segment)
-            continue
-        try:
-            with store.files.held(segment):
-                pass  # opening it checks its header
-        except ExtentCorrupt as error:
-            log.warning("disk tier %s: segment %s is dropped: %s", store.directory.root, path.name, error)
-            store.counters.add("segments_dropped")
-            store.unlink(segment)
-            continue
-        books.charge(segment, facts.allocated_bytes)
-        segment.sealed |= segment.name.writer in dead  # whoever takes that writer over begins new ones
-        if segment.name.writer == store.writer and not segment.sealed:
-            unsealed.append(segment)
-        if segment.settled and facts.size > segment.end:
-            _cut(store, segment)
-        if segment.end > facts.size:
-            short += [books.id_of(row) for at, row in segment.rows.items() if at + books.place(row)[2] > facts.size]
+            short += _measure(store, segment, dead)
+        except (OSError, StoreError) as error:
+            store.counters.add("segments_unreadable")
+            log.warning("disk tier %s: segment %s: %s", store.directory.root, _name(store, segment.name), error)
+            if not segment.gone:
+                store.books.charge(segment, max(segment.allocated_bytes, segment.end))  # too high rather than too low
     if short:  # the journal outlived the bytes: without durability "data" a power loss does that
         store.remove(short, reason="lost")
-    store.seal(unsealed)
+    store.seal([s for s in opened if s.name.writer == store.writer and not s.sealed and not s.gone])
+    _adopt_unknown(store, listing, dead)
+    for segment in list(store.books.segments.values()):
+        if not segment.gone and segment.opened and (segment.recorded or segment.name.writer in dead):
+            _give_back(store, segment)
+
+
+def _measure(store: Store, segment: Segment, dead: set[bytes]) -> list[ExtentId]:
+    """Count a segment, and cut it where its writer is dead; returns the extents that the file is too short for."""
+    books = store.books
+    try:
+        facts = store.disk.stat(store.directory.segment_path(segment.name))
+    except FileNotFoundError:
+        books.forget_segment(segment)
+        return []
+    books.charge(segment, facts.allocated_bytes)
+    segment.sealed |= segment.name.writer in dead and segment.name.writer != store.writer  # who goes on for it begins new ones
+    try:
+        with store.files.held(segment):
+            pass  # opening it checks its header
+    except ExtentCorrupt as error:
+        _drop(store, segment, error, unlink=segment.settled)
+        return []
+    if segment.name.writer in dead:
+        _cut(store, segment)
+    return [books.id_of(row) for at, row in segment.rows.items() if at + books.place(row)[2] > facts.size]
+
+
+def _drop(store: Store, segment: Segment, error: StoreError, *, unlink: bool) -> None:
+    """Forget what is in a segment that cannot be used. The file goes, unless it is of another version: that one is charged."""
+    store.counters.add("segments_dropped")
+    log.warning("disk tier %s: segment %s is dropped: %s", store.directory.root, _name(store, segment.name), error)
+    if unlink and error.facts.get("reason") != "version":
+        store.unlink(segment)
+        return
+    charged = segment.allocated_bytes
+    store.books.forget_segment(segment)
+    store.books.charge(segment, charged)
 
 
 def _cut(store: Store, segment: Segment) -> None:
-    """Cut what stands behind the last extent of a segment that nobody adds to any more."""
+    """Cut what stands, or is charged, behind the last extent of a dead writer's segment."""
     handle = store.disk.open(store.directory.segment_path(segment.name), "write")
     try:
-        if store.disk.facts(handle).size > segment.end:
-            store.disk.truncate(handle, segment.end)
-            store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
+        facts = store.disk.facts(handle)
+        if facts.size > segment.end or facts.allocated_bytes > segment.end + _SLACK_BYTES:
+            store.disk.truncate(handle, min(facts.size, segment.end))
             store.counters.add("segments_cut")
+        store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
     finally:
         store.disk.close(handle)
 
 
+def _give_back(store: Store, segment: Segment) -> None:
+    """Give back what the writer had no time to: a file without a living extent, gaps between those that live."""
+    if not segment.rows:
+        store.unlink(segment)
+    elif store.holes and segment.allocated_bytes > segment.header_bytes + segment.live_bytes + _SLACK_BYTES:
+        try:
+            last = segment.header_bytes
+            for start, nbytes in [*sorted(store.books.place(row)[1:] for row in segment.rows.values()), (segment.end, 0)]:
+                if start > last:
+                    with alone(store, segment, last, start - last) as handle:
+                        if handle is not None:  # else somebody still reads what was removed: the next open finds it again
+                            store.holes &= store.disk.punch(handle, last, start - last)
+                last = start + nbytes
+        except OSError:
+            store.counters.add("punch_failed")
+        measure(store, segment)
+
+
 def _adopt_unknown(store: Store, listing: Listing, dead: set[bytes]) -> None:
-    """Take segments into the own journal whose writer is dead and whose journal is lost or damaged."""
+    """Take segments into the own journal whose writer is dead and whose journal is lost or damaged; charge all others."""
     known = {name for name, segment in store.books.segments.items() if segment.opened}
     unknown = sorted(listing.segments - known)
     if not unknown:
         return
-    writers = store.directory.list_journals()  # again: one that was renewed during the first listing may have been missed
+    # Listed again: a journal that was renewed or removed during the first listing may have been missed, but not twice.
+    writers = {*listing.journals, *store.directory.list_journals()}
     for name in unknown:
-        if name.writer == store.writer or name.writer in dead or name.writer not in writers:
-            _adopt(store, name)
+        segment = store.books.segment(name)
+        try:
+            store.books.charge(segment, store.disk.stat(store.directory.segment_path(name)).allocated_bytes)
+            if name.writer in dead or name.writer not in writers:
+                _adopt(store, segment)
+        except FileNotFoundError:
+            store.books.forget_segment(segment)
+        except (OSError, StoreError) as error:
+            store.counters.add("segments_unreadable")
+            log.warning("disk tier %s: segment %s: %s", store.directory.root, _name(store, name), error)
 
 
-def _adopt(store: Store, name: SegmentName) -> None:
+def _adopt(store: Store, segment: Segment) -> None:
+    handle = store.disk.open(store.directory.segment_path(segment.name), "read", bulk=True)
     try:
-        handle = store.disk.open(store.directory.segment_path(name), "read", bulk=True)
-    except FileNotFoundError:
-        return
-    try:
-        records = scan_segment(store.disk, handle, name)
-    except (ExtentCorrupt, StoreError) as error:
-        log.warning("disk tier %s: segment %s is dropped: %s", store.directory.root, name.sequence, error)
-        store.counters.add("segments_dropped")
-        store.unlink(store.books.segment(name))
+        records = scan_segment(store.disk, handle, segment.name)
+    except ExtentCorrupt as error:
+        _drop(store, segment, error, unlink=True)
         return
     finally:
         store.disk.close(handle)
     store.record(records)
     store.counters.add("segments_scanned")
-    segment = store.books.segment(name)
     if segment.rows:
         _cut(store, segment)
-    else:
-        store.unlink(segment)
+
+
+def _name(store: Store, name: SegmentName) -> str:
+    return store.directory.segment_path(name).name

@@ -19,7 +19,7 @@ MAGIC = b"hssegmnt"
 VERSION = 1
 ALIGNMENT = 4096
 _MIN_BYTES, _MAX_BYTES = 16 << 20, 1 << 30
-_FIXED = struct.Struct("<8sII16sIIQQ32sI4x")
+_FIXED = struct.Struct("<8sII16sIIQQ32sII")
 _CHECK_BYTES = 16
 
 
@@ -61,30 +61,34 @@ def encode_segment_header(header: SegmentHeader) -> bytes:
         header.created_ms,
         header.digest,
         len(header.representation),
+        0,
     )
     check = xxhash.xxh3_128_digest(fixed + header.representation)
     return (fixed + check + header.representation).ljust(header.header_bytes, b"\0")
 
 
 def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
-    """Return the header in `data`. Raises ExtentCorrupt(reason=…): "truncated", "magic", "version", "header-check"."""
+    """Return the header in `data`. Raises ExtentCorrupt(reason=…): "truncated", "magic", "header-check", "version" (only where
+    the check holds: what is damaged is no later version), "fields"."""
     if len(data) < _FIXED.size + _CHECK_BYTES:
         raise _corrupt("truncated", "it is shorter than a header")
     fixed = bytes(data[: _FIXED.size])
-    magic, version, header_bytes, writer, sequence, _, capacity, created, digest, length = _FIXED.unpack(fixed)
+    magic, version, header_bytes, writer, sequence, zero, capacity, created, digest, length, zero_too = _FIXED.unpack(fixed)
     if magic != MAGIC:
         raise _corrupt("magic", "it does not begin like a segment")
-    if version != VERSION:
-        raise _corrupt("version", f"it has version {version}, this program reads {VERSION}")
     start = _FIXED.size + _CHECK_BYTES
     representation = bytes(data[start : start + length])
     if len(representation) != length:
         raise _corrupt("truncated", "its header is cut")
     if xxhash.xxh3_128_digest(fixed + representation) != bytes(data[_FIXED.size : start]):
         raise _corrupt("header-check", "its header's check does not hold")
+    if version != VERSION:
+        raise _corrupt("version", f"it has version {version}, this headstart reads {VERSION}")
+    if zero or zero_too:
+        raise _corrupt("fields", "reserved bytes of its header are not zero")
     header = SegmentHeader(SegmentName(writer, sequence), capacity, created, representation, digest)
     if header.header_bytes != header_bytes:
-        raise _corrupt("header-check", "its header's length is wrong")
+        raise _corrupt("fields", "its header's length is wrong")
     return header
 
 

@@ -80,7 +80,6 @@ class Store:
         self._journal = journal
         self._journal_bytes = journal.allocated_bytes
         self._slack_bytes = 2 * reserve_bytes + 8192  # what journal and file system may take beside an extent
-        self._reserve_bytes = reserve_bytes
         self._sync = sync
         self._clock = clock
         self._wall_clock = wall_clock
@@ -402,11 +401,20 @@ class Store:
     # What goes with every change; in turn.
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write records to the own journal, all or none. Raises OSError."""
+        """Write records to the own journal. Raises OSError; then none of them counts here, whatever others have seen."""
         if not records:
             return
+        if self._journal.broken:
+            self._begin_journal()
         self._journal.append(records, sync=self._sync)
         with contextlib.suppress(OSError):  # what is written is written, whatever it is charged
+            self._journal_bytes = self._journal.allocated_bytes
+
+    def _begin_journal(self) -> None:
+        """Go on in a new generation of the journal that says what the books say. Raises OSError, and then the old one stays."""
+        self._journal = self._journal.renew(self._snapshot(), now_ms=self.now_ms())
+        self._renew_at = self._journal.size + self._renew_bytes
+        with contextlib.suppress(OSError):
             self._journal_bytes = self._journal.allocated_bytes
 
     def _flush_touches(self) -> None:
@@ -445,12 +453,10 @@ class Store:
         if missing > 0 and not evict(self, missing, "capacity"):
             return
         try:
-            self._journal = self._journal.renew(self._snapshot(), now_ms=self.now_ms())
+            self._begin_journal()
         except OSError:
             self.counters.add("journal_renew_failed")
             return
-        self._journal_bytes = self._journal.allocated_bytes
-        self._renew_at = self._journal.size + self._renew_bytes
         self.counters.add("journal_renewed")
 
     def _snapshot(self) -> list[Record]:
@@ -471,19 +477,7 @@ class Store:
         for segment in lost:
             self.lost_segment(segment)
         if self._journal.lost:
-            records = self._snapshot()
-            old = self._journal
-            self._journal = Journal.create(
-                self.disk,
-                self.directory,
-                records,
-                writer=old.writer,
-                generation=old.generation + 1,
-                now_ms=self.now_ms(),
-                reserve_bytes=self._reserve_bytes,
-            )
-            old.close()
-            self._journal_bytes = self._journal.allocated_bytes
+            self._begin_journal()
             log.warning("disk tier %s: the directory was removed; it was made anew", self.directory.root)
             self.counters.add("recreated")
 
