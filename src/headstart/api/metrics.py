@@ -6,7 +6,7 @@ counters, not rates: a rate over any window is the scraper's division. "External
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _LABELS = ("model_name", "engine")
-_REASONED = ("evicted", "quarantined", "write_failed", "deleted")  # tier counters named <what>_<reason>
+# Counters named <kind>_<something>, and what the something is.
+_KINDS = {
+    **dict.fromkeys(("deleted", "evicted", "load_failed", "match_missed", "quarantined", "read_failed"), "reason"),
+    **dict.fromkeys(("removed", "save_dropped", "write_failed"), "reason"),
+    **dict.fromkeys(
+        ("close_timed_out", "loaded_tokens", "match_skipped", "match_timed_out", "matched_tokens", "release_timed_out"), "tier"
+    ),
+    "tier_failed": "call",
+}
 
 
 class Metrics:
@@ -129,18 +137,14 @@ def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) 
     ):
         by_source.add_metric((*labels, source), tokens)
     yield by_source
-    for name, value in sorted(counters.items()):
-        yield counter(f"headstart_engine_{name}", "A counter of the engine.", value)
+    yield from _counters("headstart_engine", "A counter of the engine.", _LABELS, [(labels, counters)])
 
 
 def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
     pending = GaugeMetricFamily("headstart_saves_pending", "Saves that are not written yet.", labels=_LABELS)
     pending.add_metric(labels, statistics.counters.get("save_calls", 0) - statistics.counters.get("saves_done", 0))
     yield pending
-    for name, value in sorted(statistics.counters.items()):
-        family = CounterMetricFamily(f"headstart_cache_{_word(name)}", "A counter of the prefix cache.", labels=_LABELS)
-        family.add_metric(labels, value)
-        yield family
+    yield from _counters("headstart_cache", "A counter of the prefix cache.", _LABELS, [(labels, statistics.counters)])
     with_tier = (*_LABELS, "tier")
     for measure, about in (
         ("capacity_bytes", "Most that the tier may hold."),
@@ -153,18 +157,20 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
         for tier in statistics.tiers:
             gauge.add_metric((*labels, tier.name), getattr(tier, measure))
         yield gauge
+    rows = [((*labels, tier.name), tier.counters) for tier in statistics.tiers]
+    yield from _counters("headstart_tier", "A counter of the tier.", with_tier, rows)
+
+
+def _counters(
+    prefix: str, about: str, names: Sequence[str], rows: Sequence[tuple[Sequence[str], Mapping[str, int]]]
+) -> Iterable[Metric]:
+    """Return one series a counter. What stands behind a name in _KINDS becomes a label, so that the set of names is closed."""
     families: dict[str, CounterMetricFamily] = {}
-    for tier in statistics.tiers:
-        for counter, value in tier.counters.items():
-            what = next((what for what in _REASONED if counter.startswith(what + "_")), None)
-            name, reason = (what, counter[len(what) + 1 :]) if what else (counter, "")
+    for labels, counters in rows:
+        for counter, value in sorted(counters.items()):
+            name = next((kind for kind in _KINDS if counter.startswith(kind + "_")), counter)
+            label = _KINDS.get(name)
             if name not in families:
-                families[name] = CounterMetricFamily(
-                    f"headstart_tier_{_word(name)}", "A counter of the tier.", labels=(*with_tier, "reason")
-                )
-            families[name].add_metric((*labels, tier.name, reason), value)
-    yield from families.values()
-
-
-def _word(name: str) -> str:
-    return "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+                families[name] = CounterMetricFamily(f"{prefix}_{name}", about, labels=(*names, label) if label else names)
+            families[name].add_metric((*labels, counter[len(name) + 1 :]) if label else labels, value)
+    return families.values()

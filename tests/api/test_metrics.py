@@ -1,0 +1,44 @@
+"""/metrics: a closed set of names, whatever went wrong; what went wrong is a label."""
+
+from __future__ import annotations
+
+from headstart.api.metrics import _cache_metrics
+from headstart.cache.prefix_cache import CacheStatistics
+from headstart.tier.base import TierStatistics
+
+
+def tier(name: str, **counters: int) -> TierStatistics:
+    return TierStatistics(
+        name=name,
+        capacity_bytes=10,
+        allocated_bytes=9,
+        live_bytes=8,
+        extents=2,
+        blocks=4,
+        counters={key.replace("__", "-"): value for key, value in counters.items()},
+    )
+
+
+def test_reasons_are_labels_of_one_series() -> None:
+    statistics = CacheStatistics(
+        tiers=(tier("memory", evicted_capacity=3), tier("disk", evicted_capacity=5, read_failed_short__read=1, bytes_read=7)),
+        counters={"save_calls": 5, "saves_done": 3, "matched_tokens_disk": 128, "match_missed_salt": 1, "tier_failed_read": 2},
+    )
+    found = {
+        sample.name: sample
+        for family in _cache_metrics(statistics, ("m", "0"))
+        for sample in family.samples
+        if sample.labels.get("tier") in (None, "disk")
+    }
+
+    def labels(name: str) -> tuple[float, dict[str, str]]:
+        sample = found[name]
+        return sample.value, {key: value for key, value in sample.labels.items() if key not in ("model_name", "engine")}
+
+    assert labels("headstart_saves_pending") == (2, {})
+    assert labels("headstart_cache_matched_tokens_total") == (128, {"tier": "disk"})
+    assert labels("headstart_cache_match_missed_total") == (1, {"reason": "salt"})
+    assert labels("headstart_cache_tier_failed_total") == (2, {"call": "read"})
+    assert labels("headstart_tier_evicted_total") == (5, {"tier": "disk", "reason": "capacity"})
+    assert labels("headstart_tier_read_failed_total") == (1, {"tier": "disk", "reason": "short-read"})
+    assert labels("headstart_tier_bytes_read_total") == (7, {"tier": "disk"})
