@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from threading import Lock
 from types import TracebackType
@@ -10,7 +11,7 @@ from headstart.cache.lookup import Run
 from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
-from headstart.transfer.load import KVView, Load
+from headstart.transfer.load import KVView, Load, lost_load
 from headstart.transfer.span import Prompt, Span, start_reading
 
 _WRONG = {"corrupt", "stale"}  # what the extent says will not get better
@@ -41,6 +42,7 @@ class Lease:
         self._timeout_s = timeout_s
         self._counters = counters
         self._note_use = note_use
+        self._pid = os.getpid()
         self._lock = Lock()
         self._held = held
         self._load: Load | None = None
@@ -57,14 +59,16 @@ class Lease:
         return tokens
 
     def load(self, into: KVView) -> Load:
-        """Start reading all matched pieces into `into`. Once per lease."""
+        """Start reading all matched pieces into `into`. Once per lease. In a forked child nothing comes."""
+        names = [(self._sources[run.tier].tier.name, run.pieces) for run in self._runs]
+        if os.getpid() != self._pid:
+            return lost_load(names, self._prompt.representation)
         with self._lock:
             if self._released:
                 raise ValueError("this lease was released; match again before loading")
             if self._load is not None or self._loading:
                 raise ValueError("this lease has given its load already; match again for another")
             self._loading = True
-        names = [(self._sources[run.tier].tier.name, run.pieces) for run in self._runs]
         load = Load(names, representation=self._prompt.representation, timeout_s=self._timeout_s, settle=self._settle)
         self._load = load
         spans = [self._span(run) for run in self._runs]
@@ -73,6 +77,8 @@ class Lease:
 
     def release(self) -> None:
         """Let the extents go; while a load is still reading from them, with the end of its last read."""
+        if os.getpid() != self._pid:
+            return  # they are the parent's
         with self._lock:
             self._released = True
             held = {} if self._loading else self._take_held()

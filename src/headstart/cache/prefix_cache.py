@@ -7,11 +7,15 @@
     ticket = cache.save(tokens, source=kv)   # returns at once; written behind
 
 No call here raises because a medium failed. ValueError is for wrong use.
+
+Threads do not survive a fork, and locks may be held for ever in the child: there every match is a miss, nothing is saved, and
+leases and closing are left to the parent.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +77,7 @@ class PrefixCache:
         self._load_timeout_s = load_timeout_s
         self._match_timeout_s = match_timeout_s
         self._closed = False
+        self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
         self._saver = Saver(self._sources, representation, queue_bytes=save_queue_bytes, counters=self._counters)
 
@@ -102,10 +107,13 @@ class PrefixCache:
         keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens) if salt else chain(root, data)
         keys = keys[: pieces * self.representation.blocks_per_piece]
         prompt_tokens = prompt_tokens[: len(keys) * BLOCK_TOKENS]
-        deadline = time.monotonic() + self._match_timeout_s
-        runs = longest_prefix(self._locate(keys, deadline)) if keys and not self._closed else []
-        runs, held = self._protect(runs, deadline)
-        self._count_match(runs, asked=len(prompt_tokens))
+        runs: list[Run] = []
+        held: dict[int, list[ExtentId]] = {}
+        if not self._forked:
+            deadline = time.monotonic() + self._match_timeout_s
+            runs = longest_prefix(self._locate(keys, deadline)) if keys and not self._closed else []
+            runs, held = self._protect(runs, deadline)
+            self._count_match(runs, asked=len(prompt_tokens))
         return Lease(
             self._sources,
             runs,
@@ -133,6 +141,10 @@ class PrefixCache:
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
         whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
+        if self._forked:
+            ticket = Ticket()
+            ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason="forked"))
+            return ticket
         self._counters.add("save_calls")
         if not self._sources or not whole:
             ticket = Ticket()
@@ -152,6 +164,8 @@ class PrefixCache:
         return ticket
 
     def statistics(self) -> CacheStatistics:
+        if self._forked:
+            return CacheStatistics(tiers=(), counters={})
         tiers = []
         for source in self._sources:
             with counted(self._counters, source.tier, "statistics"):
@@ -161,7 +175,7 @@ class PrefixCache:
     def check(self) -> list[Problem]:
         """Return what is wrong with the books of any tier. Empty when all is well."""
         problems: list[Problem] = []
-        for source in self._sources:
+        for source in () if self._forked else self._sources:
             try:
                 problems += source.tier.check()
             except (StoreError, OSError) as error:
@@ -173,7 +187,7 @@ class PrefixCache:
 
         Returns within `timeout_s`: saves that three quarters of it do not suffice for are dropped, and a thread that hangs in a
         medium is left behind, its tier as it is."""
-        if self._closed:
+        if self._closed or self._forked:
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s
@@ -191,6 +205,10 @@ class PrefixCache:
 
     def __repr__(self) -> str:
         return f"<PrefixCache over {', '.join(source.tier.name for source in self._sources) or 'no tier'}>"
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def _locate(self, keys: Sequence[BlockKey], deadline: float) -> list[tuple[int, Pieces]]:
         """Ask the tiers where the pieces lie, each only from the first piece on that no faster one has."""

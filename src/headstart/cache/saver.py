@@ -10,6 +10,7 @@ What else is written for the cache's sake is written here as well: that extents 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     """Tokens of the prompt that are in the slowest tier that takes writes now (`stored_tokens`), new bytes written, and, when
-    something was not kept, why: "queue-full", "full", "error", "closed" …"""
+    something was not kept, why: "queue-full", "full", "error", "closed", "forked" …"""
 
     stored_tokens: int
     written_bytes: int
@@ -49,6 +50,7 @@ class Ticket:
     """What became of a save. `wait(timeout_s) -> SaveResult`; `done`; never raises for a medium that failed."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._condition = Condition()
         self._result: SaveResult | None = None
         self._callbacks: list[Callable[[Ticket], None]] = []
@@ -60,6 +62,8 @@ class Ticket:
 
     def wait(self, timeout_s: float = 30.0) -> SaveResult:
         """Return what became of the save; with reason "timeout" while it is still under way after `timeout_s`."""
+        if os.getpid() != self._pid:  # whoever saves is in the parent, and may have held the lock when it forked
+            return self._result or SaveResult(stored_tokens=0, written_bytes=0, reason="forked")
         with self._condition:
             self._condition.wait_for(lambda: self._result is not None, timeout_s)
             return self._result or SaveResult(stored_tokens=0, written_bytes=0, reason="timeout")

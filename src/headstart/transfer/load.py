@@ -10,6 +10,7 @@ it only ever falls. A piece has ended in a layer when no read can touch its dest
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Fault:
 
     source: int
     piece: int
-    reason: str  # "corrupt", "read", "collision", "stale", "gone", "error", "closed", "cancelled", "timeout"
+    reason: str  # "corrupt", "read", "collision", "stale", "gone", "error", "closed", "cancelled", "timeout", "forked"
     message: str
 
 
@@ -65,6 +66,7 @@ class Load:
         self.bytes_read = 0
         self.seconds = 0.0
         self.faults: tuple[Fault, ...] = ()
+        self._pid = os.getpid()
         self._sources = tuple(pieces_by_source)
         self._pieces = sum(pieces for _, pieces in pieces_by_source)
         self._deadline = self.started + timeout_s
@@ -84,6 +86,7 @@ class Load:
     def wait(self, layer: int, timeout_s: float | None = None) -> None:
         """Return when `layer` is verified for every matched token. Raises LoadFailed on the first failure or when the
         deadline passes (`timed_out=True`: bytes may still land in the destination until `done`)."""
+        self._require_own_process()
         with self._condition:
             ready = self._wait_for(lambda: self._limit < self._pieces or not self._left[layer], timeout_s)
             if self._limit < self._pieces:
@@ -100,6 +103,7 @@ class Load:
     def result(self, timeout_s: float | None = None) -> int:
         """Wait for every read to end, good or bad; return the tokens that are good in all layers (≤ lease.tokens, whole
         pieces). Raises LoadFailed(timed_out=True, usable_tokens=0) when the deadline passes first."""
+        self._require_own_process()
         with self._condition:
             if not self._wait_for(lambda: self._done, timeout_s):
                 raise self._timed_out("reads were still under way")
@@ -206,6 +210,11 @@ class Load:
             self._cancelled = self._cancelled or "timeout"  # too late to be of use: what is queued is not read any more
         return False
 
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:  # whoever reads is in the parent, and may have held the lock when it forked
+            message = "this load was started before the process forked and fills the parent's memory; compute instead"
+            raise LoadFailed(message, usable_tokens=0, timed_out=False, reason="forked")
+
     def _timed_out(self, what: str) -> LoadFailed:
         return LoadFailed(
             f"{what} within {time.monotonic() - self.started:.1f} s of the load's start; the rest is computed instead",
@@ -213,3 +222,13 @@ class Load:
             timed_out=True,
             reason="timeout",
         )
+
+
+def lost_load(pieces_by_source: Sequence[tuple[str, int]], representation: Representation) -> Load:
+    """Return a load that is done and brought nothing: what a process gets that has forked away from its cache."""
+    load = Load(pieces_by_source, representation=representation, timeout_s=0.0, settle=lambda _: None)
+    pieces = sum(pieces for _, pieces in pieces_by_source)
+    if pieces:
+        fault = Fault(source=0, piece=0, reason="forked", message="the process has forked since; its cache is the parent's")
+        load.ended(range(representation.layers), pieces=pieces, fault=fault)
+    return load
