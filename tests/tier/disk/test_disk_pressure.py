@@ -192,15 +192,6 @@ def test_on_a_real_full_file_system_the_oldest_give_way(small_mount: Path) -> No
     tier.close()
 
 
-def test_an_extent_written_in_two_places_at_once_is_stored_once() -> None:
-    disk = CrashDisk()
-    tier = DiskTier.open(disk.root / "kv", capacity_bytes=CAPACITY, disk=disk)
-    reasons = [tier.write(image(1), TINY).reason for _ in range(3)]
-    assert reasons == ["written", "present", "present"]
-    assert tier.statistics().extents == 1
-    tier.close()
-
-
 def test_only_what_is_used_is_journalled_as_touched_and_not_each_time() -> None:
     clock, disk = Clock(), FaultyDisk(CrashDisk())
     tier = DiskTier.open(Path("/disk/kv"), capacity_bytes=CAPACITY, disk=disk, clock=clock)

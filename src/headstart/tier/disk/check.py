@@ -9,7 +9,7 @@ from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.records import PREFIX_BYTES
-from headstart.tier.disk.removal import measure_stale
+from headstart.tier.disk.removal import alone, give_back_waiting, measure_stale
 from headstart.tier.disk.store import Store
 
 _METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own, and move them about later
@@ -18,6 +18,7 @@ _METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own
 def check_store(store: Store) -> list[Problem]:
     """Compare segments, extents and index with the directory. The caller has the turn, so nothing of this process changes;
     segments of other living writers may grow meanwhile and are not measured."""
+    give_back_waiting(store)
     measure_stale(store)
     listing = store.directory.list()
     problems = [Problem(str(path), "not a file of this cache") for path in listing.unknown]
@@ -69,6 +70,18 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
         last = offset + nbytes
     if last > facts.size and extents:
         yield Problem(str(path), f"an extent ends at byte {last}, the file at {facts.size}")
+    if segment.settled and segment not in store.appending.values():
+        used = segment.header_bytes + sum(nbytes for _, nbytes in extents)
+        if not extents and not any(place[0] is segment for place in store.waiting):
+            yield Problem(str(path), "no extent is left in it, and the file is still there")
+        elif store.holes and facts.allocated_bytes > used + _METADATA_BYTES and (kept := _kept_bytes(store, segment)) > used:
+            yield Problem(str(path), f"the file system charges {kept} bytes, its extents take {used}")
+
+
+def _kept_bytes(store: Store, segment: Segment) -> int:
+    """Return what a segment is charged for while nobody reads or removes anything in it; 0 where somebody does."""
+    with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
+        return 0 if handle is None else max(0, store.disk.facts(handle).allocated_bytes - _METADATA_BYTES)
 
 
 def _abandoned(store: Store, path: Path) -> bool:

@@ -38,6 +38,9 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
     nothing back."""
     start = store.allocated_bytes
     give_back_waiting(store)
+    with store.lock:
+        empty = [s for s in store.books.segments.values() if s.opened and not s.gone and not s.rows]
+    _settle(store, empty)  # files that could not be removed when they became empty
     refused: set[ExtentId] = set()  # leased by other processes
     while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
         by_segment, before = not store.holes, store.allocated_bytes
@@ -56,7 +59,9 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
                 break
         store.counters.add(f"evicted_{reason}", gone)
         if by_segment and gone == len(victims) and store.allocated_bytes >= before:
-            return False  # files cannot be removed either: going on would lose everything and gain nothing
+            # Files cannot be removed either: going on would lose everything and gain nothing.
+            store.pause("space that was given back is still charged")
+            return False
     return True
 
 

@@ -19,12 +19,12 @@ from dataclasses import replace
 from threading import Lock
 
 from headstart.block.representation import Representation
-from headstart.errors import StoreError
+from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.books import Books, Segment
 from headstart.tier.disk.directory import MARKER, Directory
-from headstart.tier.disk.door import Disk
+from headstart.tier.disk.door import Disk, Handle
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.records import (
@@ -112,7 +112,7 @@ class Store:
         def add_once() -> WriteOutcome:
             if self._journal.lost:
                 raise FileNotFoundError(errno.ENOENT, "the journal was removed", str(self.directory.root))
-            with self._alone() as alone:
+            with self.alone() as alone:
                 if not alone or not follow():
                     return self._refused("stopped")
                 if self._present(representation, keys):  # written while this one waited
@@ -140,7 +140,7 @@ class Store:
                 return self._stop(error)
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
+    def alone(self) -> Iterator[bool]:
         """Be the only process that adds to the directory: together they keep to one capacity. False: another one was too long
         about it. Raises OSError."""
         handle = self.disk.open(self.directory.root / MARKER, "write")
@@ -150,7 +150,7 @@ class Store:
                     break
                 time.sleep(ALONE_PAUSE_S)
             else:
-                self._pause(f"another process has been writing for {ALONE_S:.0f} s")
+                self.pause(f"another process has been writing for {ALONE_S:.0f} s")
             yield alone
         finally:
             with contextlib.suppress(OSError):  # the lock ends with it
@@ -316,7 +316,7 @@ class Store:
         offset = segment.end
         with self.lock:
             segment.end += nbytes  # whatever becomes of it: others may see a half of it, and a name is used once
-        with self.files.held(segment) as handle:
+        with self._held(segment) as handle:
             try:
                 self.disk.write(handle, image, offset)
                 if self._sync:
@@ -345,6 +345,19 @@ class Store:
         self.counters.add("bytes_written", nbytes)
         self._recovered()
         return WriteOutcome(stored=True, reason="written")
+
+    @contextmanager
+    def _held(self, segment: Segment) -> Iterator[Handle]:
+        try:
+            handle = self.files.hold(segment)
+        except ExtentCorrupt as error:  # its header rotted while it was closed: as if somebody had removed it
+            unlink(self, segment)
+            path = self.directory.segment_path(segment.name)
+            raise FileNotFoundError(errno.ENOENT, str(error), str(path)) from error
+        try:
+            yield handle
+        finally:
+            self.files.let_go(segment)
 
     def _new_header(self, representation: Representation) -> SegmentHeader:
         return SegmentHeader(
@@ -487,12 +500,12 @@ class Store:
 
     def _stop(self, error: OSError) -> WriteOutcome:
         """Store nothing for a while: the medium refuses."""
-        self._pause(str(error))
+        self.pause(str(error))
         code = errno.errorcode.get(error.errno or 0, "other").lower()
         self.counters.add(f"write_failed_{code}")
         return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")
 
-    def _pause(self, why: str) -> None:
+    def pause(self, why: str) -> None:
         """Store nothing for a while. Said once, until something was stored again."""
         if self._stopped_until is None:
             log.warning(

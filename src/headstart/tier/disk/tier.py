@@ -137,8 +137,6 @@ class DiskTier:
         return leased
 
     def release(self, extents: Sequence[ExtentId]) -> None:
-        if self._store.forked:
-            return
         for extent in extents:
             with self._leasing:
                 held = self._release(extent)
@@ -224,13 +222,14 @@ class DiskTier:
     def check(self) -> list[Problem]:
         self._require_open()
         self.refresh()
-        with self._store.turn() as mine:
-            if not mine:
-                return [Problem(str(self._store.directory.root), "a write did not end in time; nothing was compared")]
-            try:
-                return check_store(self._store)
-            except OSError as error:
-                return [Problem(str(self._store.directory.root), f"the directory cannot be read: {error}")]
+        root = self._store.directory.root
+        try:
+            with self._store.turn() as mine, self._store.alone() as alone:  # nothing is added or evicted meanwhile
+                if mine and alone and self._follow(wait_s=FOLLOW_S):
+                    return check_store(self._store)
+        except OSError as error:
+            return [Problem(str(root), f"the directory cannot be read: {error}")]
+        return [Problem(str(root), "a write did not end in time; nothing was compared")]
 
     def close(self) -> None:
         if self._closed:
@@ -330,6 +329,8 @@ class DiskTier:
         return held
 
     def _unlock(self, held: _Held) -> None:
+        if self._store.forked:
+            return
         try:
             self._store.disk.unlock_range(held.handle, held.offset, held.nbytes)
         except OSError:
