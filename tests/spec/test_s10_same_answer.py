@@ -77,6 +77,7 @@ class Runs:
     def engine(self, **changes: object) -> Iterator[TorchEngine]:
         config = replace(self._config, cache=replace(self._config.cache, **changes))
         engine = open_engine(self.folder, config, on_progress=lambda stage, fraction: None)
+        self._model, self._info = engine.model, engine.info
         try:
             yield engine
             settled(engine)
@@ -86,9 +87,8 @@ class Runs:
 
     @contextmanager
     def failing(self, *faults: Fault) -> Iterator[tuple[TorchEngine, FaultyTier]]:
-        """The same directory without a memory tier before it, and a disk with faults."""
-        with self.engine(enabled=False) as plain:
-            model, info = plain.model, plain.info
+        """The same directory without a memory tier before it, and a disk with faults, under the model opened last."""
+        model, info = self._model, self._info
         tier = FaultyTier(DiskTier.open(self._config.cache.directory, capacity_bytes=CAPACITY), *faults)
         representation = model.shape.representation(query_heads=model.heads)
         cache = PrefixCache([tier], identity=identity_of(self.folder), representation=representation)
