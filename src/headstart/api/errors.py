@@ -10,6 +10,8 @@ from headstart.errors import RequestError
 
 
 class ModelNotFound(RequestError):
+    """The path names a model that is not served here."""
+
     status = 404
 
 
@@ -20,10 +22,14 @@ class Forbidden(RequestError):
 
 
 class BodyTooLarge(RequestError):
+    """The request's body is over the limit."""
+
     status = 413
 
 
 class UnsupportedMediaType(RequestError):
+    """The request's body does not say that it is JSON."""
+
     status = 415
 
 
