@@ -80,6 +80,7 @@ class Shelf:
         if faulty:
             self.faulty = FaultyTier(stack[-1])
             stack[-1] = self.faulty
+        options = {"match_timeout_s": 20.0} | options  # a busy machine must not turn a hit into a miss
         cache = PrefixCache(stack, identity=IDENTITY, representation=representation, **options)
         self._caches.append(cache)
         return cache

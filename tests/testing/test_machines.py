@@ -37,13 +37,19 @@ class WholeCacheMachine(CacheMachine):
     def open_cache(self) -> PrefixCache:
         disk = DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk)
         self.faulty = FaultyTier(disk)
-        return PrefixCache([MemoryTier(512 << 10), self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0)
+        return PrefixCache(
+            [MemoryTier(512 << 10), self.faulty],
+            identity=IDENTITY,
+            representation=TINY,
+            load_timeout_s=5.0,
+            match_timeout_s=5.0,
+        )
 
 
 class DiskOnlyCacheMachine(WholeCacheMachine):
     def open_cache(self) -> PrefixCache:
         self.faulty = FaultyTier(DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk))
-        return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0)
+        return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0, match_timeout_s=5.0)
 
 
 class NeighboursBytes(TierMachine):
