@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
+import xxhash
 from hypothesis import given
 
 from headstart.block.framing import frame
@@ -207,3 +208,18 @@ def test_a_segment_holds_sixteen_blocks_where_the_capacity_allows() -> None:
     large = Representation(kind="gqa", layout="fake/1", dtype="float32", layer_bytes=(16 << 20,))
     assert segment_capacity(large, capacity_bytes=4 << 30) >= 16 * (16 << 20)
     assert segment_capacity(large, capacity_bytes=100 << 20) == 25 << 20
+
+
+@pytest.mark.parametrize("at", [36, 92])
+def test_a_segment_header_whose_reserved_bytes_are_set_is_refused(at: int) -> None:
+    encoded = bytearray(encode_segment_header(SegmentHeader(SegmentName(WRITER, 9), 1 << 20, 77, TINY.encode(), TINY.digest)))
+    encoded[at] = 1
+    encoded[96:112] = xxhash.xxh3_128_digest(bytes(encoded[:96]) + TINY.encode())
+    with pytest.raises(ExtentCorrupt) as caught:
+        decode_segment_header(encoded)
+    assert caught.value.reason == "fields"
+
+
+def test_a_journal_header_names_the_machine_that_wrote_it() -> None:
+    host = bytes(range(100, 116))
+    assert encode_journal_header(WRITER, GENERATION, 5, host=host)[32:48] == host

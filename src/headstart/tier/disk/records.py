@@ -27,7 +27,7 @@ MAX_PAYLOAD_BYTES = 16 << 20
 HEADER_BYTES = 80
 BOUNDARY_STATE = 1  # flag of an extent: its bytes end with a boundary state
 _CLASS = 1  # tag of an extent's field; 2 (tenant) and 3 (session) are reserved
-_NUMBERS = 1 << 62  # every u64 of a record is below: arithmetic on it stays inside an i64
+_U31, _U62 = 1 << 31, 1 << 62  # what numbers of a record are below, so that sums of them fit into i32 and i64
 
 
 class RecordType(IntEnum):
@@ -285,23 +285,25 @@ def _decode(kind: int, payload: memoryview) -> Record:
             return RepresentationDeclared(bytes(payload))
         case RecordType.SEGMENT_OPENED:
             writer, sequence, *rest = _OPENED.unpack(payload)
-            _require_small(sequence << 31, rest[0] << 31, *rest[1:3])
+            _require_below(_U31, sequence, rest[0])
+            _require_below(_U62, *rest[1:3])
             return SegmentOpened(SegmentName(writer, sequence), *rest)
         case RecordType.SEGMENT_SEALED:
             writer, sequence, end = _SEALED.unpack(payload)
-            _require_small(end)
+            _require_below(_U62, end)
             return SegmentSealed(SegmentName(writer, sequence), end)
         case RecordType.ADDED:
             return _decode_added(payload)
         case RecordType.TOUCHED:
             uses = list(_USE.iter_unpack(payload))
-            _require_small(*(used for *_, used in uses))
+            _require_below(_U62, *(used for *_, used in uses))
             return Touched(tuple((ExtentName(SegmentName(w, s), offset), used) for w, s, offset, used in uses))
         case RecordType.REMOVED | RecordType.QUARANTINED:
             return _decode_removed(payload, quarantined=kind == RecordType.QUARANTINED)
         case RecordType.SNAPSHOT:
             counter, next_sequence = _SNAPSHOT.unpack(payload)
-            _require_small(counter, next_sequence << 31)
+            _require_below(_U62, counter)
+            _require_below(_U31, next_sequence)
             return Snapshot(counter, next_sequence)
         case _ if kind & SKIPPABLE:
             return Unknown(kind, bytes(payload))
@@ -311,7 +313,8 @@ def _decode(kind: int, payload: memoryview) -> Record:
 
 def _decode_added(payload: memoryview) -> ExtentAdded:
     writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = _ADDED.unpack_from(payload)
-    _require_small(offset, nbytes, header << 31, created, used)
+    _require_below(_U31, header)
+    _require_below(_U62, offset, nbytes, created, used)
     end = _ADDED.size + blocks * PREFIX_BYTES
     if end > len(payload):
         raise ValueError("lengths do not add up")
@@ -332,20 +335,20 @@ def _decode_added(payload: memoryview) -> ExtentAdded:
     )
 
 
-def _require_small(*numbers: int) -> None:
-    if max(numbers, default=0) >= _NUMBERS:
+def _require_below(limit: int, *numbers: int) -> None:
+    if max(numbers, default=0) >= limit:
         raise ValueError("a number that no extent or file can have")
 
 
 def _decode_removed(payload: memoryview, *, quarantined: bool) -> Removed:
     time_ms, count, word = _REMOVED.unpack_from(payload)
-    _require_small(time_ms)
+    _require_below(_U62, time_ms)
     at = _REMOVED.size + word
     reason = bytes(payload[_REMOVED.size : at]).decode()
     extents = []
     for _ in range(count):
         writer, sequence, offset, blocks = _GONE.unpack_from(payload, at)
-        _require_small(offset)
+        _require_below(_U62, offset)
         at += _GONE.size + blocks * PREFIX_BYTES
         if at > len(payload):
             raise ValueError("lengths do not add up")

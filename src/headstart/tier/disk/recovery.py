@@ -21,7 +21,7 @@ from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
 from headstart.tier.disk.directory import Directory, Listing
-from headstart.tier.disk.door import Disk
+from headstart.tier.disk.door import Disk, FileFacts
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
 from headstart.tier.disk.records import WRITER_BYTES, Record, SegmentName, Snapshot, Unknown
@@ -231,7 +231,7 @@ def _measure(store: Store, segment: Segment, dead: set[bytes]) -> list[ExtentId]
         _drop(store, segment, error, unlink=segment.settled)
         return []
     if segment.name.writer in dead:
-        _cut(store, segment)
+        _cut(store, segment, facts)
     return [books.id_of(row) for at, row in segment.rows.items() if at + books.place(row)[2] > facts.size]
 
 
@@ -247,14 +247,14 @@ def _drop(store: Store, segment: Segment, error: StoreError, *, unlink: bool) ->
     store.books.charge(segment, charged)
 
 
-def _cut(store: Store, segment: Segment) -> None:
+def _cut(store: Store, segment: Segment, facts: FileFacts) -> None:
     """Cut what stands, or is charged, behind the last extent of a dead writer's segment."""
+    if facts.size <= segment.end and facts.allocated_bytes <= segment.end + _SLACK_BYTES:
+        return
     handle = store.disk.open(store.directory.segment_path(segment.name), "write")
     try:
-        facts = store.disk.facts(handle)
-        if facts.size > segment.end or facts.allocated_bytes > segment.end + _SLACK_BYTES:
-            store.disk.truncate(handle, min(facts.size, segment.end))
-            store.counters.add("segments_cut")
+        store.disk.truncate(handle, min(facts.size, segment.end))
+        store.counters.add("segments_cut")
         store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
     finally:
         store.disk.close(handle)
@@ -311,7 +311,7 @@ def _adopt(store: Store, segment: Segment) -> None:
     store.record(records)
     store.counters.add("segments_scanned")
     if segment.rows:
-        _cut(store, segment)
+        _cut(store, segment, store.disk.stat(store.directory.segment_path(segment.name)))
 
 
 def _name(store: Store, name: SegmentName) -> str:
