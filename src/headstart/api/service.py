@@ -22,7 +22,7 @@ from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooM
 from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
 from headstart.api.served import Served
-from headstart.engine.base import Engine, FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.errors import HeadstartError
 from headstart.render import TextStream
 
@@ -78,7 +78,7 @@ class Service:
             return 503, {"status": "loading", "stage": state.stage, "progress": state.progress}
         if isinstance(state, HeadstartError):
             return 503, {"status": "failed", "error": _NOT_LOADED}
-        if failure := _failure_of(state.engine):
+        if failure := state.engine.failed:
             return 503, {"status": "failed", "error": failure}
         info = state.engine.info
         status = {"status": "closing" if self._closing else "ok", "model": state.name, "note": state.note}
@@ -97,7 +97,7 @@ class Service:
             raise NotReady(f"the model is still loading: {state.stage}{done}", code="model_loading", retry_after_s=2)
         if isinstance(state, HeadstartError):
             raise NotReady(_NOT_LOADED, code="model_failed")
-        if failure := _failure_of(state.engine):
+        if failure := state.engine.failed:
             raise NotReady(failure, code="engine_failed")
         return state
 
@@ -196,12 +196,6 @@ class Service:
         if line not in self._logged and len(self._logged) < _LINES_ONCE:
             self._logged.add(line)
             log.info("%s", line)
-
-
-def _failure_of(engine: Engine) -> str | None:
-    """Return one sentence if the engine has died, for engines that can tell; it answers no more until the server restarts."""
-    failure: str | None = getattr(engine, "failed", None)
-    return failure
 
 
 class Generation:

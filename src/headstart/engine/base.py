@@ -93,6 +93,7 @@ class EngineLoad:
 
 class Engine(Protocol):
     info: EngineInfo
+    failed: str | None  # one sentence once the engine can serve nothing any more
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         """Queue a request. Raises ContextLengthExceeded or RequestError at once for what can never run."""

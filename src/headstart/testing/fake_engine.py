@@ -45,6 +45,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     submitted: list[GenerationRequest] = field(default_factory=list)
     info: EngineInfo = field(init=False)
+    failed: str | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _waiting: list[_Running] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
