@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import pytest
 
-from headstart.cli import run_cli
+from headstart.cli import run_cli, serve
 from headstart.cli.serve import bound, url_of
-from headstart.config import ServerConfig, load_config
+from headstart.config import Config, ServerConfig, load_config
 from headstart.errors import ConfigError
 
 
@@ -34,6 +40,35 @@ def test_an_address_that_others_reach_needs_leave(host: str, capsys: pytest.Capt
 
 def test_with_leave_it_listens_for_others() -> None:
     bound(ServerConfig(host="0.0.0.0", port=0, allow_remote=True)).close()
+
+
+def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    run = asyncio.run
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def loading(config: Config, *, on_progress: Callable[[str, float | None], None]) -> None:
+        while True:  # until told that the server is going down
+            on_progress("loading", None)
+            threading.Event().wait(0.01)
+
+    with bound(ServerConfig(port=0)) as listener:
+        server = serve._Server(Config(), listener)
+
+        def signalled_first(serving: Coroutine[Any, Any, None]) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            told.append(server.should_exit)
+            server.should_exit = True
+            run(serving)
+
+        monkeypatch.setattr(serve, "open_model", loading)
+        monkeypatch.setattr(serve.asyncio, "run", signalled_first)
+        try:
+            assert server.run_until_stopped() == 0
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    assert told == [True]
 
 
 def test_leave_may_be_given_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

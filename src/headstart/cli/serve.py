@@ -80,10 +80,11 @@ class _Server(uvicorn.Server):
 
     def run_until_stopped(self) -> int:
         """Serve until a signal, or until loading fails, which is raised. Return the exit code."""
-        log.info("listening on %s, loading %s", self._url, self._configuration.model)
-        # uvicorn raises a signal again once it is down, for whoever stood there before; that is us, and we are done.
+        # Ours before uvicorn has its own, so that no signal is lost between; it raises each again once it is down, for whoever
+        # stood there before, which then changes nothing any more.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, self.handle_exit)
+        log.info("listening on %s, loading %s", self._url, self._configuration.model)
         self._loader.start()
         try:
             asyncio.run(self.serve(sockets=[self._listener]))
