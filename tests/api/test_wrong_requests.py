@@ -230,14 +230,12 @@ def test_before_it_is_ready_the_server_says_how_far_it_is() -> None:
 
 
 def test_an_engine_that_failed_is_a_503_with_a_sentence() -> None:
-    class FailedEngine(FakeEngine):
-        failed = "the engine stopped; restart the server"
-
-    with running(FailedEngine()) as server:
+    sentence = "the engine stopped; restart the server"
+    with running(FakeEngine(failed=sentence)) as server:
         health = httpx.get(f"{server.url}/health")
-        assert (health.status_code, health.json()) == (503, {"status": "failed", "error": FailedEngine.failed})
+        assert (health.status_code, health.json()) == (503, {"status": "failed", "error": sentence})
         status, error = post(server, {"messages": MESSAGES})
-        assert (status, error["code"], error["message"]) == (503, "engine_failed", FailedEngine.failed)
+        assert (status, error["code"], error["message"]) == (503, "engine_failed", sentence)
 
 
 def wait_until(condition: Any) -> None:
