@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.disk.lookup import Lookup
 from headstart.tier.disk.records import (
     PREFIX_BYTES,
     ExtentAdded,
@@ -30,7 +31,6 @@ from headstart.tier.disk.records import (
     Touched,
     removed_records,
 )
-from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
@@ -106,8 +106,7 @@ class Books:
         self.blocks = 0
         self.extents = 0
         self._numbered: list[Segment] = []
-        self._index: dict[bytes, BlockIndex] = {}
-        self._hidden: dict[bytes, dict[bytes, set[int]]] = {}  # representation → block → rows that have it and are not found
+        self._lookups: dict[bytes, Lookup] = {}  # by representation
         self._free: list[int] = []
         self._used_rows = 0
         self._prefixes: list[bytes] = []
@@ -161,12 +160,7 @@ class Books:
         for row in self.living().tolist():
             rows_by_representation.setdefault(self.place(row)[0].representation, []).append(row)
         for representation, rows in rows_by_representation.items():
-            blocks = np.array([len(self._prefixes[row]) // PREFIX_BYTES for row in rows], np.int64)
-            index = self._index[representation] = BlockIndex()
-            keys = _keys(b"".join(self._prefixes[row] for row in rows))
-            new = index.insert_extents(keys, np.array(rows, np.int64), blocks)
-            owners = np.repeat(np.array(rows, np.int64), blocks)
-            self._hide(representation, keys[~new], owners[~new])
+            self._lookup(representation).add_all(rows)
 
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
@@ -238,25 +232,7 @@ class Books:
         self.blocks += blocks
         if self._loading:
             return
-        index = self._index.setdefault(segment.representation, BlockIndex())
-        keys = _keys(record.prefixes)
-        new = index.insert(keys, row)
-        if not new.all():
-            self._hide(segment.representation, keys[~new], np.full(len(keys), row, np.int64)[~new])
-
-    def _hide(self, representation: bytes, keys: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64]) -> None:
-        hidden = self._hidden.setdefault(representation, {})
-        for key, row in zip(keys, rows.tolist(), strict=True):
-            hidden.setdefault(key.tobytes(), set()).add(row)
-
-    def _unhide(self, representation: bytes, keys: npt.NDArray[np.uint8], row: int) -> None:
-        hidden = self._hidden[representation]
-        for key in map(bytes, keys):
-            rows = hidden.get(key)
-            if rows is not None:
-                rows.discard(row)
-                if not rows:
-                    del hidden[key]
+        self._lookup(segment.representation).add(row)
 
     def _use(self, name: ExtentName, used: int) -> None:
         self.counter = max(self.counter, used)
@@ -291,33 +267,20 @@ class Books:
         segment.blocks -= blocks
         self.blocks -= blocks
         if not self._loading:
-            self._unindex(segment.representation, row)
+            self._lookup(segment.representation).remove(row)
         self._alive[row] = False
         self._leases[row] = 0
         self._prefixes[row] = b""
         self._generation[row] += 1
         self._free.append(row)
 
-    def _unindex(self, representation: bytes, row: int) -> None:
-        index, hidden = self._index[representation], self._hidden.get(representation)
-        keys = _keys(self._prefixes[row])
-        gone = index.remove(keys, row)
-        if not hidden:
-            return
-        self._unhide(representation, keys, row)
-        # A block that lies elsewhere as well is found there from now on.
-        for other in {other for key in map(bytes, keys[gone]) for other in hidden.get(key, ())}:
-            others = _keys(self._prefixes[other])
-            self._unhide(representation, others[index.insert(others, other)], other)
-
     # What callers ask.
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Return (ids, positions), -1 in the ids where a block is absent."""
-        index = self._index.get(representation)
-        if index is None or not keys:
+        if representation not in self._lookups or not keys:
             return np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32)
-        rows, positions = index.lookup(keys)
+        rows, positions = self._lookups[representation].find(keys)
         found = rows >= 0
         ids = np.where(found, rows | self._generation[rows] << _GENERATION_SHIFT, -1)
         return ids, np.where(found, positions, 0).astype(np.int32)
@@ -388,8 +351,8 @@ class Books:
         return self.counter
 
     def present(self, representation: bytes, keys: Sequence[bytes]) -> bool:
-        index = self._index.get(representation)
-        return index is not None and bool((index.lookup(keys)[0] >= 0).all())
+        lookup = self._lookups.get(representation)
+        return lookup is not None and bool((lookup.find(keys)[0] >= 0).all())
 
     # What a snapshot keeps.
 
@@ -453,6 +416,12 @@ class Books:
 
     # Rows.
 
+    def _lookup(self, representation: bytes) -> Lookup:
+        lookup = self._lookups.get(representation)
+        if lookup is None:
+            lookup = self._lookups[representation] = Lookup(self._prefixes)
+        return lookup
+
     def _take_row(self) -> int:
         if self._free:
             return self._free.pop()
@@ -481,10 +450,6 @@ _COLUMNS = (
     "_generation",
     "_alive",
 )
-
-
-def _keys(prefixes: bytes) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
 
 
 def _digest(encoded: bytes) -> bytes:
