@@ -1,10 +1,10 @@
 """The door that every tier implements: immutable extents, found by (representation, key), read by range, written once.
 
 A tier knows nothing of prefixes, engines or verification. It says where blocks lie, protects extents under a lease from
-eviction, and moves bytes. All verbs are safe from many threads; none holds a lock across I/O.
+eviction, and moves bytes. All verbs are safe from many threads. Lookups and reads wait for no lock that is held across I/O;
+writers of one tier may take turns.
 
-Faults: `read` and `write` raise StoreError (or OSError) and nothing else; `locate`, `lease`, `touch` do not do I/O that can
-fail for one extent. Whoever calls (the cache) turns them into a miss and a counter.
+Faults: verbs raise StoreError or OSError and nothing else; what fails for one extent in `lease` is that extent's False. Whoever calls (the cache) turns them into a miss and a counter.
 """
 
 from __future__ import annotations
