@@ -24,7 +24,7 @@ def test_close_finishes_queued_saves_and_joins_every_thread() -> None:
     cache.close()
     cache.close()
     assert [ticket.wait(0.0).stored_tokens for ticket in tickets] == [640] * 20
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_closed_cache_misses_and_keeps_nothing() -> None:
@@ -101,7 +101,7 @@ def test_a_tier_whose_own_close_hangs_is_left_behind_with_it() -> None:
     cache.close(timeout_s=0.5)
     assert cache.statistics().counters["close_timed_out_disk"] == 1
     Hanging.answers.set()
-    until(lambda: set(threading.enumerate()) == before)
+    until(lambda: set(threading.enumerate()) <= before)  # of earlier tests some may still be ending
 
 
 def test_one_deadline_is_passed_through_everything_that_is_closed(
