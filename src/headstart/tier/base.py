@@ -4,7 +4,8 @@ A tier knows nothing of prefixes, engines or verification. It says where blocks 
 eviction, and moves bytes. All verbs are safe from many threads. Lookups and reads wait for no lock that is held across I/O;
 writers of one tier may take turns.
 
-Faults: verbs raise StoreError or OSError and nothing else; what fails for one extent in `lease` is that extent's False. Whoever calls (the cache) turns them into a miss and a counter.
+Faults: verbs raise StoreError or OSError and nothing else; what fails for one extent in `lease` is that extent's False.
+Whoever calls (the cache) turns them into a miss and a counter.
 """
 
 from __future__ import annotations
