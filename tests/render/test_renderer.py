@@ -181,6 +181,16 @@ def test_a_template_that_refuses_becomes_a_sentence(
     assert caught.value.param == "messages"
 
 
+def test_tools_nested_too_deeply_for_the_template_are_a_sentence(renderer: Renderer) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(900):
+        parameters = {"properties": parameters}
+    deep = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with pytest.raises(RequestError, match="nested too deeply") as caught:
+        renderer.chat([USER], tools=[deep])
+    assert caught.value.__cause__ is None
+
+
 def test_stop_ids_come_from_tokenizer_configuration_and_template(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
     assert Renderer.load(folder).stop_ids == {0, 2}  # <|endoftext|>, <|im_end|>

@@ -74,6 +74,10 @@ class Renderer:
             text = self._tokenizer.apply_chat_template(
                 normal, tools=described, add_generation_prompt=add_generation_prompt, tokenize=False
             )
+        except RecursionError:
+            raise RequestError(
+                "messages or tools are nested too deeply for the model's chat template", param="messages"
+            ) from None  # its trace is thousands of lines
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
         # The template has written the special tokens.
