@@ -63,7 +63,7 @@ class BelievesItsTiers(CacheMachine):
     """A cache that verifies nothing, over a tier that lies."""
 
     def open_cache(self) -> PrefixCache:
-        self.faulty = FaultyTier(MemoryTier(4 << 20), Fault("read", "flip", every=3))
+        self.faulty = FaultyTier(MemoryTier(4 << 20), Fault("read", "flip", every=1))
         self.faulty.trusted = True
         self.disturbed = True
         return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY)
