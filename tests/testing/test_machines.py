@@ -60,7 +60,7 @@ class NeighboursBytes(TierMachine):
 
 
 class BelievesItsTiers(CacheMachine):
-    """A cache that verifies nothing, over a tier that lies in its second read: the first has a header, which has its own check."""
+    """A cache that verifies nothing, over a tier that lies in its second read; the first brings a checked header."""
 
     def open_cache(self) -> PrefixCache:
         self.faulty = FaultyTier(MemoryTier(4 << 20), Fault("read", "flip", start=2, every=3))
