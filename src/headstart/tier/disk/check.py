@@ -21,7 +21,7 @@ def check_store(store: Store) -> list[Problem]:
     give_back_waiting(store)
     measure_stale(store)
     listing = store.directory.list()
-    problems = [Problem(str(path), "not a file of this cache") for path in listing.unknown]
+    problems = [Problem(str(path), "not a file of this cache") for path in [*listing.unknown, *listing.in_the_way]]
     problems += [
         Problem(str(path), "left behind by a writer that died") for path in listing.temporary if _abandoned(store, path)
     ]

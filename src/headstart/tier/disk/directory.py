@@ -40,12 +40,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What stands in the directory. `journals`: each writer's generations, ascending. `unknown`: nothing of ours, or a folder
-    that cannot be read."""
+    """What stands in the directory. `journals`: each writer's generations, ascending. `in_the_way`: links, FIFOs and devices
+    that have a name of ours. `unknown`: nothing of ours, or a folder that cannot be read."""
 
     segments: set[SegmentName] = field(default_factory=set)
     journals: dict[bytes, list[int]] = field(default_factory=dict)
     temporary: list[Path] = field(default_factory=list)
+    in_the_way: list[Path] = field(default_factory=list)
     unknown: list[Path] = field(default_factory=list)
 
 
@@ -65,6 +66,7 @@ class Directory:
             self._check_marker()
             for path in (self.segments, self.journals):
                 self._make(path)
+                self._disk.make_directory(path)  # refuses a link, which only the root may be
         except OSError as error:
             raise unavailable(self.root, error) from error
 
@@ -92,7 +94,7 @@ class Directory:
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
     def list(self) -> Listing:
-        """Return what stands there: segments before journals, so that a segment's journal is never missed."""
+        """Return what stands there: segments before journals, so that a segment's journal is never missed. Raises OSError."""
         listing = Listing()
         for entry in self._disk.entries(self.root):
             if _TEMPORARY.fullmatch(entry.name):
@@ -101,7 +103,8 @@ class Directory:
                 listing.unknown.append(self.root / entry.name)
         for folder in self._disk.entries(self.segments):
             if not folder.is_directory or not _FOLDER.fullmatch(folder.name):
-                listing.unknown.append(self.segments / folder.name)
+                strange = folder.is_strange and _FOLDER.fullmatch(folder.name)
+                (listing.in_the_way if strange else listing.unknown).append(self.segments / folder.name)
                 continue
             for path, found in self._names(self.segments / folder.name, _SEGMENT, listing):
                 name = SegmentName(bytes.fromhex(found[1]), int(found[2], 16))
@@ -119,7 +122,7 @@ class Directory:
         """Return each writer's newest generation."""
         newest: dict[bytes, int] = {}
         for entry in self._disk.entries(self.journals):
-            if found := _JOURNAL.fullmatch(entry.name):
+            if (found := _JOURNAL.fullmatch(entry.name)) and not entry.is_strange and not entry.is_directory:
                 writer, generation = bytes.fromhex(found[1]), int(found[2], 16)
                 newest[writer] = max(generation, newest.get(writer, 0))
         return newest
@@ -136,7 +139,9 @@ class Directory:
         for entry in entries:
             path = folder / entry.name
             found = pattern.fullmatch(entry.name)
-            if found and not entry.is_directory:
+            if entry.is_strange and (found or _TEMPORARY.fullmatch(entry.name)):
+                listing.in_the_way.append(path)
+            elif found and not entry.is_directory:
                 yield path, found
             elif _TEMPORARY.fullmatch(entry.name):
                 listing.temporary.append(path)
@@ -196,7 +201,7 @@ class Directory:
             data = bytearray(min(self._disk.facts(handle).size, _MAX_MARKER_BYTES))
             self._disk.read(handle, [memoryview(data)], 0)
             marker = json.loads(data)
-        except (ValueError, StoreError):
+        except (ValueError, StoreError, RecursionError):  # the last: it is nested too deeply
             return None
         except OSError as error:
             if error.errno == errno.EIO:
@@ -260,6 +265,8 @@ def unavailable(root: Path, error: OSError) -> TierUnavailable:
             why = "is on a read-only file system; choose another directory or remount it writable"
         case errno.ENOTDIR | errno.EEXIST:
             why = "is a file or lies below one, not a directory; choose another directory or move that file"
+        case errno.ELOOP:
+            why = f"has a link or a special file at {error.filename}; remove that, or choose another directory"
         case errno.EACCES | errno.EPERM:
             why = "may not be written by this user; change its owner or mode, or choose another directory"
         case errno.ENOSPC | errno.EDQUOT:

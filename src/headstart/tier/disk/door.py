@@ -56,8 +56,11 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """`is_strange`: neither a directory nor a regular file, but a link, a FIFO, a device."""
+
     name: str
     is_directory: bool
+    is_strange: bool = False
 
 
 class Disk(Protocol):
@@ -66,7 +69,8 @@ class Disk(Protocol):
         ...
 
     def open(self, path: Path, mode: OpenMode, *, bulk: bool = False) -> Handle:
-        """Open a file for reading or for both. `bulk` asks to bypass the page cache where that works."""
+        """Open a file for reading or for both, without waiting. `bulk` asks to bypass the page cache where that works. What
+        is no regular file (a link is none) is OSError(ELOOP)."""
         ...
 
     def close(self, handle: Handle) -> None: ...
@@ -110,12 +114,14 @@ class Disk(Protocol):
 
     def facts(self, handle: Handle) -> FileFacts: ...
 
-    def stat(self, path: Path) -> FileFacts: ...
+    def stat(self, path: Path) -> FileFacts:
+        """Return the facts of what has that name; a link's are its own."""
+        ...
 
     def entries(self, path: Path) -> list[Entry]: ...
 
     def make_directory(self, path: Path) -> None:
-        """Create one directory; one that is already there is fine."""
+        """Create one directory; one that is already there is fine. A link or the like in its place is OSError(ELOOP)."""
         ...
 
     def rename(self, source: Path, target: Path) -> None: ...
@@ -159,14 +165,14 @@ class RealDisk:
             self.close(handle)
 
     def open(self, path: Path, mode: OpenMode, *, bulk: bool = False) -> Handle:
-        flags = os.O_CLOEXEC | (os.O_RDONLY if mode == "read" else os.O_RDWR)
+        flags = os.O_RDONLY if mode == "read" else os.O_RDWR
         if mode == "create":
             flags |= os.O_CREAT | os.O_EXCL
-        handle = Handle(os.open(path, flags, FILE_MODE))
+        handle = Handle(_open(path, flags))
         o_direct: int = getattr(os, "O_DIRECT", 0)
         if bulk and o_direct:
             try:
-                self._direct[handle] = os.open(path, (flags & ~(os.O_CREAT | os.O_EXCL)) | o_direct)
+                self._direct[handle] = _open(path, (flags & ~(os.O_CREAT | os.O_EXCL)) | o_direct)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: no O_DIRECT on this file system
                     os.close(handle)
@@ -259,18 +265,21 @@ class RealDisk:
         return _facts(os.fstat(handle))
 
     def stat(self, path: Path) -> FileFacts:
-        return _facts(os.stat(path))
+        return _facts(os.lstat(path))
 
     def entries(self, path: Path) -> list[Entry]:
         with os.scandir(path) as found:
-            return sorted((Entry(e.name, e.is_dir(follow_symlinks=False)) for e in found), key=lambda e: e.name)
+            return sorted(map(_entry, found), key=lambda e: e.name)
 
     def make_directory(self, path: Path) -> None:
         try:
             os.mkdir(path, DIRECTORY_MODE)
         except FileExistsError:
-            if not stat_module.S_ISDIR(os.stat(path).st_mode):
+            mode = os.lstat(path).st_mode
+            if stat_module.S_ISREG(mode):
                 raise
+            if not stat_module.S_ISDIR(mode):
+                raise OSError(errno.ELOOP, "no directory", str(path)) from None
 
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
@@ -284,7 +293,31 @@ _PROBES = 8
 _BOUNCE_BYTES = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}  # a link; a directory; a socket, or a device that is not there
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a regular file and nothing else: no link out of the directory is followed, no FIFO waited for."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise _no_file(path) from error
+    if not stat_module.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def _no_file(path: Path) -> OSError:
+    return OSError(errno.ELOOP, "no regular file", str(path))
+
+
+def _entry(found: os.DirEntry[str]) -> Entry:
+    is_directory = found.is_dir(follow_symlinks=False)
+    return Entry(found.name, is_directory, not is_directory and not found.is_file(follow_symlinks=False))
 
 
 def _is_aligned(view: memoryview) -> bool:

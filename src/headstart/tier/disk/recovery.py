@@ -53,6 +53,10 @@ def recover(
         listing = directory.list()
         for path in listing.temporary:
             _remove_if_abandoned(disk, path)
+        for path in listing.in_the_way:  # never opened; what a link leads to stays
+            counters.add("files_in_the_way")
+            with contextlib.suppress(OSError):
+                disk.unlink(path)
         tails: list[JournalTail] = []
         stack.callback(_close_all, tails)
         books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))

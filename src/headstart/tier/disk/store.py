@@ -46,7 +46,7 @@ STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 TOUCH_INTERVAL_S = 5.0
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 FULL = {errno.ENOSPC, errno.EDQUOT}
-LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
 _USES_A_RECORD = 4096
 
 log = logging.getLogger(__name__)
