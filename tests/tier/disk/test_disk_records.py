@@ -39,7 +39,8 @@ WRITER = bytes(range(16))
 GENERATION = 3
 
 u31, u32, u62 = st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**62 - 1)
-segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), u31)
+sequences, uses = st.integers(0, 2**30 - 1), st.integers(0, 2**56 - 1)
+segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), sequences)
 names = st.builds(ExtentName, segments, u62)
 prefixes = st.integers(0, 4).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n))
 words = st.text(max_size=20)
@@ -48,10 +49,10 @@ records = st.one_of(
     st.builds(RepresentationDeclared, st.binary(max_size=50)),
     st.builds(SegmentOpened, segments, u31, u62, u62, st.binary(min_size=32, max_size=32)),
     st.builds(SegmentSealed, segments, u62),
-    st.builds(ExtentAdded, names, u62, u31, u62, u62, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields),
-    st.builds(Touched, st.lists(st.tuples(names, u62), max_size=4).map(tuple)),
+    st.builds(ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields),
+    st.builds(Touched, st.lists(st.tuples(names, uses), max_size=4).map(tuple)),
     st.builds(Removed, u62, words, st.lists(st.tuples(names, prefixes), max_size=4).map(tuple), st.booleans()),
-    st.builds(Snapshot, u62, u31),
+    st.builds(Snapshot, uses, sequences),
     st.builds(Unknown, st.integers(200, 255), st.binary(max_size=20)),
 )
 
@@ -140,14 +141,14 @@ def test_an_extent_keeps_fields_of_later_versions() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        Snapshot(2**62, 0),
-        Snapshot(0, 2**31),
-        SegmentOpened(SegmentName(WRITER, 2**31), 4096, 1, 1, bytes(32)),
+        Snapshot(2**56, 0),
+        Snapshot(0, 2**30),
+        SegmentOpened(SegmentName(WRITER, 2**30), 4096, 1, 1, bytes(32)),
         SegmentOpened(SegmentName(WRITER, 1), 4096, 2**62, 1, bytes(32)),
         SegmentSealed(SegmentName(WRITER, 1), 2**64 - 1),
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 2**63), 1, 1, 1, 1, "", bytes(16), b""),
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 1, 2**31, 1, 1, "", bytes(16), b""),
-        Touched(((ExtentName(SegmentName(WRITER, 1), 1), 2**63),)),
+        Touched(((ExtentName(SegmentName(WRITER, 1), 1), 2**56),)),
         Removed(2**63, "", ()),
         Removed(1, "", ((ExtentName(SegmentName(WRITER, 1), 2**63), b""),)),
     ],

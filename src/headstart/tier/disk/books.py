@@ -19,6 +19,7 @@ from headstart.tier.base import ExtentId, ExtentInfo
 from headstart.tier.disk.lookup import Lookup
 from headstart.tier.disk.records import (
     PREFIX_BYTES,
+    USES,
     ExtentAdded,
     ExtentName,
     Record,
@@ -148,10 +149,8 @@ class Books:
                     segment.end = max(segment.end, record.end)
                 case RepresentationDeclared(encoded):
                     self.representations[_digest(encoded)] = encoded
-                case Snapshot(counter, next_sequence):
+                case Snapshot(counter, _):
                     self.counter = max(self.counter, counter)
-                    if own:
-                        self.next_sequence = max(self.next_sequence, next_sequence)
 
     def finish_loading(self) -> None:
         """Index what was applied so far, all at once; until then nothing is found by its keys."""
@@ -193,8 +192,6 @@ class Books:
         segment.end = max(segment.end, record.header_bytes)
         segment.opened = True
         segment.recorded |= own
-        if own:
-            self.next_sequence = max(self.next_sequence, record.segment.sequence + 1)
 
     def _add(self, record: ExtentAdded, *, own: bool) -> None:
         segment = self.segments.get(record.extent.segment)
@@ -346,9 +343,13 @@ class Books:
 
     def touch(self, row: int) -> int:
         """Note a use; returns the counter's value for it."""
-        self.counter += 1
+        self.counter = self.next_use()
         self._last_used[row] = self.counter
         return self.counter
+
+    def next_use(self) -> int:
+        """Return the counter's value for the next use. At its end it stands still: nobody could read on."""
+        return min(self.counter + 1, USES - 1)
 
     def present(self, representation: bytes, keys: Sequence[bytes]) -> bool:
         lookup = self._lookups.get(representation)

@@ -22,7 +22,7 @@ from typing import Any
 
 from headstart.errors import FormatMismatch, StoreError, TierUnavailable
 from headstart.tier.disk.door import Disk, Handle
-from headstart.tier.disk.records import SegmentName
+from headstart.tier.disk.records import GENERATIONS, SEQUENCES, SegmentName
 
 FORMAT = "headstart"
 VERSION = 1
@@ -108,12 +108,16 @@ class Directory:
                 continue
             for path, found in self._names(self.segments / folder.name, _SEGMENT, listing):
                 name = SegmentName(bytes.fromhex(found[1]), int(found[2], 16))
-                if path == self.segment_path(name):
+                if name.sequence < SEQUENCES and path == self.segment_path(name):
                     listing.segments.add(name)
                 else:
                     listing.unknown.append(path)
-        for _, found in self._names(self.journals, _JOURNAL, listing):
-            listing.journals.setdefault(bytes.fromhex(found[1]), []).append(int(found[2], 16))
+        for path, found in self._names(self.journals, _JOURNAL, listing):
+            generation = int(found[2], 16)
+            if generation < GENERATIONS:
+                listing.journals.setdefault(bytes.fromhex(found[1]), []).append(generation)
+            else:
+                listing.unknown.append(path)
         for generations in listing.journals.values():
             generations.sort()
         return listing
@@ -124,7 +128,8 @@ class Directory:
         for entry in self._disk.entries(self.journals):
             if (found := _JOURNAL.fullmatch(entry.name)) and not entry.is_strange and not entry.is_directory:
                 writer, generation = bytes.fromhex(found[1]), int(found[2], 16)
-                newest[writer] = max(generation, newest.get(writer, 0))
+                if generation < GENERATIONS:
+                    newest[writer] = max(generation, newest.get(writer, 0))
         return newest
 
     def _names(self, folder: Path, pattern: re.Pattern[str], listing: Listing) -> Iterator[tuple[Path, re.Match[str]]]:

@@ -28,6 +28,20 @@ HEADER_BYTES = 80
 BOUNDARY_STATE = 1  # flag of an extent: its bytes end with a boundary state
 _CLASS = 1  # tag of an extent's field; 2 (tenant) and 3 (session) are reserved
 _U31, _U62 = 1 << 31, 1 << 62  # what numbers of a record are below, so that sums of them fit into i32 and i64
+# What counts up is below these, far more than anybody counts in a life time: what is higher was never counted.
+SEQUENCES = GENERATIONS = 1 << 30
+USES = 1 << 56
+_MAX_MS = 1 << 53
+
+
+def milliseconds(seconds: float) -> int:
+    """Return a wall clock's time as files hold it. A clock that is off, even not a number, gives a number that can be read."""
+    return int(min(seconds * 1000, _MAX_MS)) if seconds > 0 else 0
+
+
+def plausible_ms(created_ms: int) -> int:
+    """Return a time that somebody else wrote as files of this version hold it."""
+    return min(created_ms, _MAX_MS)
 
 
 class RecordType(IntEnum):
@@ -285,7 +299,8 @@ def _decode(kind: int, payload: memoryview) -> Record:
             return RepresentationDeclared(bytes(payload))
         case RecordType.SEGMENT_OPENED:
             writer, sequence, *rest = _OPENED.unpack(payload)
-            _require_below(_U31, sequence, rest[0])
+            _require_below(SEQUENCES, sequence)
+            _require_below(_U31, rest[0])
             _require_below(_U62, *rest[1:3])
             return SegmentOpened(SegmentName(writer, sequence), *rest)
         case RecordType.SEGMENT_SEALED:
@@ -296,14 +311,14 @@ def _decode(kind: int, payload: memoryview) -> Record:
             return _decode_added(payload)
         case RecordType.TOUCHED:
             uses = list(_USE.iter_unpack(payload))
-            _require_below(_U62, *(used for *_, used in uses))
+            _require_below(USES, *(used for *_, used in uses))
             return Touched(tuple((ExtentName(SegmentName(w, s), offset), used) for w, s, offset, used in uses))
         case RecordType.REMOVED | RecordType.QUARANTINED:
             return _decode_removed(payload, quarantined=kind == RecordType.QUARANTINED)
         case RecordType.SNAPSHOT:
             counter, next_sequence = _SNAPSHOT.unpack(payload)
-            _require_below(_U62, counter)
-            _require_below(_U31, next_sequence)
+            _require_below(USES, counter)
+            _require_below(SEQUENCES, next_sequence)
             return Snapshot(counter, next_sequence)
         case _ if kind & SKIPPABLE:
             return Unknown(kind, bytes(payload))
@@ -314,7 +329,8 @@ def _decode(kind: int, payload: memoryview) -> Record:
 def _decode_added(payload: memoryview) -> ExtentAdded:
     writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = _ADDED.unpack_from(payload)
     _require_below(_U31, header)
-    _require_below(_U62, offset, nbytes, created, used)
+    _require_below(_U62, offset, nbytes, created)
+    _require_below(USES, used)
     end = _ADDED.size + blocks * PREFIX_BYTES
     if end > len(payload):
         raise ValueError("lengths do not add up")

@@ -24,7 +24,16 @@ from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk, FileFacts
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
-from headstart.tier.disk.records import WRITER_BYTES, Record, SegmentName, Snapshot, Unknown
+from headstart.tier.disk.records import (
+    SEQUENCES,
+    WRITER_BYTES,
+    Record,
+    SegmentName,
+    SegmentOpened,
+    Snapshot,
+    Unknown,
+    milliseconds,
+)
 from headstart.tier.disk.removal import alone, measure
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
@@ -32,6 +41,7 @@ from headstart.tier.disk.store import Store
 log = logging.getLogger(__name__)
 
 _SEQUENCES_SKIPPED = 1 << 16  # behind a damaged journal, whose lost records may have named some
+_HIGHEST = SEQUENCES // 2  # sequence or generation that a writer goes on from: as many again are left
 _FOREIGN = ("version", "unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
 _SLACK_BYTES = 32 << 10  # what a file system may charge a file beside its data
@@ -62,6 +72,7 @@ def recover(
         books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
         own: JournalTail | None = None
         unknown: list[Unknown] = []
+        next_sequence = 0
         dead: set[bytes] = set()
         for writer in list(listing.journals):
             tail = _open_journal(disk, directory, listing, writer, counters)
@@ -73,11 +84,13 @@ def recover(
             if tail.taken and tail.stopped not in _FOREIGN:
                 dead.add(writer)
                 counters.add("journals_torn", bool(tail.stopped))
-                if own is None:
-                    own = tail
+                behind = _next_sequence(tail, records, listing)
+                if own is None and max(behind, tail.generation) < _HIGHEST:
+                    own, next_sequence = tail, behind
                     unknown = [record for record in records if isinstance(record, Unknown)]
             books.apply(records, own=tail is own)
         books.finish_loading()
+        books.next_sequence = next_sequence
         reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
         if own is None:
             journal = Journal.create(
@@ -86,11 +99,10 @@ def recover(
                 [Snapshot(books.counter, 0)],
                 writer=secrets.token_bytes(WRITER_BYTES),
                 generation=0,
-                now_ms=int(wall_clock() * 1000),
+                now_ms=milliseconds(wall_clock()),
                 reserve_bytes=reserve_bytes,
             )
         else:
-            _number_on(books, own, listing)
             tails.remove(own)
             journal = Journal.take_over(disk, directory, own, unknown, reserve_bytes=reserve_bytes)
         stack.callback(journal.close)
@@ -188,12 +200,12 @@ def _remove_if_abandoned(disk: Disk, path: Path) -> bool:
         return False
 
 
-def _number_on(books: Books, own: JournalTail, listing: Listing) -> None:
-    """Let the sequence numbers go on behind all that the dead writer may have used."""
-    if own.stopped:
-        books.next_sequence += _SEQUENCES_SKIPPED
-    on_disk = [name.sequence + 1 for name in listing.segments if name.writer == own.writer]
-    books.next_sequence = max([books.next_sequence, *on_disk])
+def _next_sequence(tail: JournalTail, records: Sequence[Record], listing: Listing) -> int:
+    """Return the first sequence number behind all that a dead writer may have used."""
+    said = [record.next_sequence for record in records if isinstance(record, Snapshot)]
+    opened = [record.segment for record in records if isinstance(record, SegmentOpened)]
+    used = [name.sequence + 1 for name in [*opened, *listing.segments] if name.writer == tail.writer]
+    return max([0, *said, *used]) + (_SEQUENCES_SKIPPED if tail.stopped else 0)
 
 
 def _settle(store: Store, listing: Listing, dead: set[bytes]) -> None:

@@ -16,6 +16,7 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentOpened,
     SegmentSealed,
+    plausible_ms,
 )
 from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader, decode_segment_header
 
@@ -26,16 +27,17 @@ _FRONT_BYTES = 32  # of an extent: enough to know how long its header is
 def scan_segment(disk: Disk, handle: Handle, name: SegmentName) -> list[Record]:
     """Return the records that a journal would hold of this segment, sealed. Pieces are not verified here: whoever reads them
     does. Raises ExtentCorrupt where the segment's own header cannot be used, OSError where reading fails."""
-    size = disk.facts(handle).size
+    size = disk.facts(handle).size  # may be anything
     header = decode_segment_header(_read(disk, handle, 0, min(size, _WINDOW_BYTES)))
     if header.segment != name:
         raise ExtentCorrupt("a segment file is not the one that its name says", reason="segment-name")
     representation = Representation.decode(header.representation)
     if representation.digest != header.digest:
         raise ExtentCorrupt("a segment's representation is not what its header says", reason="representation")
-    extents = _scan_extents(disk, handle, header, representation, size)
+    extents = _scan_extents(disk, handle, header, representation, min(size, header.capacity_bytes))
     end = max([header.header_bytes, *(e.extent.offset + e.extent_bytes for e in extents)])
-    opened = SegmentOpened(name, header.header_bytes, header.capacity_bytes, header.created_ms, header.digest)
+    created_ms = plausible_ms(header.created_ms)
+    opened = SegmentOpened(name, header.header_bytes, min(header.capacity_bytes, end), created_ms, header.digest)
     return [RepresentationDeclared(header.representation), opened, *extents, SegmentSealed(name, end)]
 
 
@@ -71,7 +73,7 @@ def _extent_at(
         ExtentName(segment, offset),
         header.layout(representation).extent_bytes,
         header_bytes,
-        header.created_ms,
+        plausible_ms(header.created_ms),
         0,  # when it was used last is not known: it gives way first
         header.retention,
         header.parent[:PREFIX_BYTES],

@@ -36,6 +36,7 @@ from headstart.tier.disk.records import (
     SegmentOpened,
     SegmentSealed,
     Touched,
+    milliseconds,
 )
 from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, measure_stale, remove, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
@@ -321,7 +322,7 @@ class Store:
                 self.disk.write(handle, image, offset)
                 if self._sync:
                     self.disk.sync(handle)
-                placed = replace(added, extent=ExtentName(segment.name, offset), last_used=self.books.counter + 1)
+                placed = replace(added, extent=ExtentName(segment.name, offset), last_used=self.books.next_use())
                 self.append([placed])
             except OSError:
                 with contextlib.suppress(OSError):
@@ -522,4 +523,4 @@ class Store:
             log.warning("disk tier %s: storing again", self.directory.root)
 
     def now_ms(self) -> int:
-        return int(self._wall_clock() * 1000)
+        return milliseconds(self._wall_clock())

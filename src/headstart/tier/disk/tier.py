@@ -24,7 +24,15 @@ from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
-from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdded, ExtentName, Record, SegmentName
+from headstart.tier.disk.records import (
+    BOUNDARY_STATE,
+    PREFIX_BYTES,
+    ExtentAdded,
+    ExtentName,
+    Record,
+    SegmentName,
+    plausible_ms,
+)
 from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
@@ -168,7 +176,7 @@ class DiskTier:
             _UNPLACED,
             image.nbytes,
             layout.header_bytes,
-            header.created_ms,
+            plausible_ms(header.created_ms),
             0,
             retention,
             header.parent[:PREFIX_BYTES],
