@@ -34,6 +34,19 @@ def test_what_is_scattered_is_gathered_again() -> None:
     assert back == data
 
 
+def test_an_array_of_any_strides_is_filled_and_read_in_its_own_order() -> None:
+    memory = np.zeros((3, 4, 5), np.uint8)  # three parts a piece, each part's pieces side by side
+    pieces = memory[:, 1:3].transpose(1, 0, 2)
+    data = memoryview(bytes(range(30)))
+    scatter(data, pieces)
+    assert bytes(memory[2, 2]) == bytes(range(25, 30))
+    assert not memory[:, 0].any()
+    assert not memory[:, 3].any()
+    back = memoryview(bytearray(30))
+    gather(pieces, back)
+    assert back == data
+
+
 def test_buffers_of_any_format_are_seen_as_bytes() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     (view,) = flat([array.data])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from headstart.block.extent import ALIGNMENT, ExtentLayout, layout_of, seal
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, block_extras
 from headstart.block.representation import Representation
-from headstart.transfer.buffers import Staging, flat, gather, total_bytes
+from headstart.transfer.buffers import Bytes, Staging, flat, gather, total_bytes
 from headstart.transfer.load import KVView
 
 EXTENT_BYTES = 64 << 20  # long enough that one layer of it is a good read, short enough to stage and to place
@@ -54,6 +54,7 @@ class ExtentBuilder:
         than fit into `limit_bytes`. `keys`: of all blocks of the prompt."""
         representation, per_piece = self._representation, self._representation.blocks_per_piece
         views: list[list[list[memoryview]]] = []
+        buffers: Bytes
         sizes = None
         if representation.varies:
             views, sizes = self._varying(saved.source, first, pieces, min(limit_bytes, EXTENT_BYTES))
@@ -119,7 +120,8 @@ class ExtentBuilder:
         nbytes = 0
         for piece in range(first, first + min(pieces, max(1, _MAX_BLOCKS // self._representation.blocks_per_piece))):
             view = [
-                _buffers(source, layer, piece, [fixed or 0]) for layer, fixed in enumerate(self._representation.layer_bytes)
+                _listed(_buffers(source, layer, piece, [fixed or 0]))
+                for layer, fixed in enumerate(self._representation.layer_bytes)
             ]
             size = [total_bytes(buffers) for buffers in view]
             nbytes += sum(size)
@@ -136,7 +138,11 @@ def _header_allowance(pieces: int, representation: Representation) -> int:
     return 8192 + blocks * (32 + 4 * BLOCK_TOKENS + 128) + representation.layers * (pieces * 20 + 4096 + 8)
 
 
-def _buffers(source: KVView, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+def _listed(buffers: Bytes) -> list[memoryview]:
+    return [np.ascontiguousarray(buffers).reshape(-1).data] if isinstance(buffers, np.ndarray) else buffers
+
+
+def _buffers(source: KVView, layer: int, first: int, sizes: Sequence[int]) -> Bytes:
     buffers = flat(source.buffers(layer, first, sizes))
     nbytes = total_bytes(buffers)
     if not nbytes or (all(sizes) and nbytes != sum(sizes)):
@@ -144,6 +150,6 @@ def _buffers(source: KVView, layer: int, first: int, sizes: Sequence[int]) -> li
     return buffers
 
 
-def _copy(buffers: Sequence[memoryview], image: memoryview, layout: ExtentLayout, layer: int, pieces: int) -> None:
+def _copy(buffers: Bytes, image: memoryview, layout: ExtentLayout, layer: int, pieces: int) -> None:
     offset, nbytes = layout.piece_range(layer, 0, pieces)
     gather(buffers, image[offset : offset + nbytes])

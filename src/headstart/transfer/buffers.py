@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.tier.arena import ALIGNMENT, HUGE_PAGE, Arena
 
+Bytes = list[memoryview] | npt.NDArray[np.uint8]
+"""Bytes in order: flat buffers one behind the other, or one array of any strides in C order."""
 
-def flat(buffers: Sequence[memoryview]) -> list[memoryview]:
+
+def flat(buffers: Sequence[memoryview] | npt.NDArray[np.uint8]) -> Bytes:
     """Return the buffers as bytes, whatever format or shape they came in. Raises TypeError where one is not contiguous."""
+    if isinstance(buffers, np.ndarray):
+        return buffers
     return [buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B") for buffer in buffers]
 
 
-def total_bytes(buffers: Sequence[memoryview]) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
+def total_bytes(buffers: Bytes) -> int:
+    return buffers.nbytes if isinstance(buffers, np.ndarray) else sum(buffer.nbytes for buffer in buffers)
 
 
 def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memoryview]]:
@@ -40,9 +46,12 @@ def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memo
     return runs
 
 
-def gather(source: Sequence[memoryview], into: memoryview) -> None:
+def gather(source: Bytes, into: memoryview) -> None:
     """Copy buffers one behind the other into one that is as long as they are together."""
     target = np.frombuffer(into, np.uint8)
+    if isinstance(source, np.ndarray):
+        np.copyto(target.reshape(source.shape), source)
+        return
     at = 0
     for buffer in source:
         if buffer.nbytes:
@@ -51,9 +60,12 @@ def gather(source: Sequence[memoryview], into: memoryview) -> None:
     assert at == into.nbytes
 
 
-def scatter(source: memoryview, into: Sequence[memoryview]) -> None:
+def scatter(source: memoryview, into: Bytes) -> None:
     """Copy one buffer into several that are as long together."""
     data = np.frombuffer(source, np.uint8)
+    if isinstance(into, np.ndarray):
+        np.copyto(into, data.reshape(into.shape))
+        return
     at = 0
     for buffer in into:
         if buffer.nbytes:
@@ -62,9 +74,9 @@ def scatter(source: memoryview, into: Sequence[memoryview]) -> None:
     assert at == source.nbytes
 
 
-def is_aligned(buffers: Sequence[memoryview]) -> bool:
+def is_aligned(buffers: Bytes) -> bool:
     """True where direct I/O can go straight into every buffer: addresses and lengths are multiples of 4 KiB."""
-    return all(
+    return not isinstance(buffers, np.ndarray) and all(
         buffer.nbytes % ALIGNMENT == 0 and np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT == 0
         for buffer in buffers
         if buffer.nbytes

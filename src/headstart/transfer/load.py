@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from headstart.block.representation import Representation
 from headstart.errors import LoadFailed
 
@@ -28,10 +31,13 @@ class KVView(Protocol):
 
     Called from reading threads, several at a time, and from the saver's thread."""
 
-    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview]:
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview] | npt.NDArray[np.uint8]:
         """Return buffers that together hold pieces first … first+len(sizes)-1 of `layer`, in order; `sizes[i]` is the bytes of
         piece first+i. When saving an opaque representation sizes are 0 and the view decides. Large aligned buffers are read
-        into directly; others go through staging."""
+        into directly; others go through staging.
+
+        Memory in which a piece lies in many parts is better given as one u8 array whose first axis is the pieces and whose
+        bytes, in C order, are theirs, with any strides: it is copied in one call, where a list costs one for each part."""
         ...
 
 

@@ -21,7 +21,7 @@ from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import ExtentId, ReadRange, Tier
-from headstart.transfer.buffers import Staging, flat, is_aligned, scatter, split, total_bytes
+from headstart.transfer.buffers import Bytes, Staging, flat, is_aligned, scatter, split, total_bytes
 from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
 from headstart.transfer.load import Fault, KVView, Load
 
@@ -100,8 +100,8 @@ class _Job:
         piece = self.start if piece is None else piece
         return Fault(source=self.source, piece=piece, reason=reason, message=f"tier {self.span.tier.name!r}: {message}")
 
-    def destination(self, sizes: Sequence[int]) -> list[memoryview]:
-        buffers = flat(self.into.buffers(self.layer, self.start, sizes)) if sizes else []
+    def destination(self, sizes: Sequence[int]) -> Bytes:
+        buffers: Bytes = flat(self.into.buffers(self.layer, self.start, sizes)) if sizes else []
         if total_bytes(buffers) != sum(sizes):
             raise ValueError(
                 f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {self.start} on of layer "
@@ -109,11 +109,12 @@ class _Job:
             )
         return buffers
 
-    def read(self, staging: Staging, offset: int, buffers: Sequence[memoryview], *, head_bytes: int = 0) -> _Arrival:
+    def read(self, staging: Staging, offset: int, buffers: Bytes, *, head_bytes: int = 0) -> _Arrival:
         """Read `head_bytes` from `offset` on, and what follows into `buffers` or into staging if they are not aligned."""
         nbytes = total_bytes(buffers)
         # A trusted tier copies from memory, which needs no alignment.
-        if self.span.tier.trusted or ((offset + head_bytes) % ALIGNMENT == 0 and is_aligned(buffers)):
+        at_once = self.span.tier.trusted or ((offset + head_bytes) % ALIGNMENT == 0 and is_aligned(buffers))
+        if at_once and not isinstance(buffers, np.ndarray):
             head = staging.take(head_bytes)
             self._fill(offset, [head, *buffers] if head_bytes else buffers, head_bytes + nbytes)
             return _Arrival(head, buffers, staged=None)
@@ -124,16 +125,15 @@ class _Job:
         payload = bounce[at + head_bytes : end]
         return _Arrival(bounce[at : at + head_bytes], [payload], staged=payload)
 
-    def keep(
-        self, arrival: _Arrival, header: ExtentHeader, buffers: Sequence[memoryview], sizes: Sequence[int]
-    ) -> Fault | None:
+    def keep(self, arrival: _Arrival, header: ExtentHeader, buffers: Bytes, sizes: Sequence[int]) -> Fault | None:
         """Verify pieces that have arrived, copy the good ones out of staging; return the fault of the first bad one."""
         good = len(sizes)
         if not self.span.tier.trusted:
             good = self._verified(arrival.payload, header, sizes)
         if arrival.staged is not None:
             nbytes = sum(sizes[:good])
-            scatter(arrival.staged[:nbytes], split(buffers, [nbytes])[0])
+            kept = buffers[:good] if isinstance(buffers, np.ndarray) else split(buffers, [nbytes])[0]
+            scatter(arrival.staged[:nbytes], kept)
         if good == len(sizes):
             return None
         message = f"piece {self._in_extent(good)} of layer {self.layer} in extent {self.span.extent} is not what was written"

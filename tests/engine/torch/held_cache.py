@@ -10,6 +10,7 @@ from typing import Any
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.errors import LoadFailed
+from headstart.transfer.buffers import scatter
 
 
 class HeldLoad:
@@ -58,11 +59,8 @@ class HeldLoad:
         for layer in layers:
             pieces = self._cache.stored[self._key][layer]
             for first, piece in enumerate(pieces):
-                at = 0
-                for buffer in self._into.buffers(layer, first, [len(piece)]):
-                    buffer[:] = piece[at : at + buffer.nbytes]
-                    at += buffer.nbytes
-                self.bytes_read += at
+                scatter(memoryview(piece), self._into.buffers(layer, first, [len(piece)]))
+                self.bytes_read += len(piece)
         with self._condition:
             self._brought.update(layers)
             if len(self._brought) == self._cache.representation.layers:
@@ -90,8 +88,7 @@ class HeldLoad:
         """Late bytes land."""
         for layer in range(self._cache.representation.layers):
             for first, piece in enumerate(self._cache.stored[self._key][layer]):
-                for buffer in self._into.buffers(layer, first, [len(piece)]):
-                    buffer[:] = bytes([byte]) * buffer.nbytes
+                scatter(memoryview(bytes([byte]) * len(piece)), self._into.buffers(layer, first, [len(piece)]))
 
 
 class HeldLease:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape
+from headstart.transfer.buffers import scatter
 
 SHAPE = KVShape(layers=3, heads=2, width=8, dtype=torch.float32)
 PIECE = 2 * 2 * 64 * 8 * 4
@@ -53,8 +54,7 @@ def test_buffers_hold_the_pieces_one_behind_the_other(layer: int, first: int, co
 
 def test_buffers_can_be_written_and_attention_sees_it() -> None:
     kv = _filled(KVMemory(SHAPE, 1 << 20, context_tokens=512), 64)
-    for buffer in kv.buffers(1, 0, [PIECE]):
-        buffer[:] = b"\0" * buffer.nbytes
+    scatter(memoryview(bytes(PIECE)), kv.buffers(1, 0, [PIECE]))
     assert not kv.keys(1).any()
     assert not kv.values(1).any()
     assert kv.keys(0).all()

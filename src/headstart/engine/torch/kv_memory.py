@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,22 +91,17 @@ class HostKV:
     def values(self, layer: int) -> Tensor:
         return self._values[layer]
 
-    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
-        """See `KVView`: 2 · heads buffers a piece."""
-        shape, view = self._shape, self._view
-        head = shape.head_token_bytes * self.capacity_tokens
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """See `KVView`: u8 [pieces, 2 · heads, bytes of 64 tokens of a head]."""
+        shape, blocks = self._shape, self.capacity_tokens // BLOCK_TOKENS
         part = shape.head_token_bytes * BLOCK_TOKENS
-        base = layer * shape.layer_bytes(self.capacity_tokens)
         if any(size != 2 * shape.heads * part for size in sizes):
             raise ValueError(f"pieces of this KV have {2 * shape.heads * part} bytes, asked for {sorted(set(sizes))}")
-        if (first + len(sizes)) * BLOCK_TOKENS > self.capacity_tokens:
+        if first + len(sizes) > blocks:
             raise ValueError(f"pieces {first} to {first + len(sizes)} are past the {self.capacity_tokens} tokens of this KV")
-        starts = [base + index * head for index in range(2 * shape.heads)]
-        return [
-            view[start + piece * part : start + (piece + 1) * part]
-            for piece in range(first, first + len(sizes))
-            for start in starts
-        ]
+        base = layer * shape.layer_bytes(self.capacity_tokens)
+        heads = np.frombuffer(self._view, np.uint8, 2 * shape.heads * blocks * part, base).reshape(-1, blocks, part)
+        return heads[:, first : first + len(sizes)].transpose(1, 0, 2)
 
     def retain(self) -> None:
         self._region.retain()
