@@ -29,8 +29,13 @@ def check_store(store: Store) -> list[Problem]:
         segments = [s for s in store.books.segments.values() if s.opened and not s.gone]
         known = {s.name for s in segments}
     for name in sorted(listing.segments - known):
+        path = store.directory.segment_path(name)
         if name.writer == store.writer or name.writer not in listing.journals:
-            problems.append(Problem(str(store.directory.segment_path(name)), "a segment that no journal speaks of"))
+            problems.append(Problem(str(path), "a segment that no journal speaks of"))
+        elif not _abandoned(store, store.directory.journal_path(name.writer, listing.journals[name.writer][-1])):
+            problems.append(Problem(str(path), "a segment that its living writer's journal does not explain: it is damaged"))
+    if not store.reads_back():
+        problems.append(Problem("journal", "the own journal is not what was written; it is begun anew"))
     for segment in segments:
         problems += _check_segment(store, segment)
     with store.lock:

@@ -101,6 +101,34 @@ class Directory:
                 listing.temporary.append(self.root / entry.name)
             elif entry.name not in (MARKER, self.segments.name, self.journals.name):
                 listing.unknown.append(self.root / entry.name)
+        self._list_segments(listing)
+        for path, found in self._names(self.journals, _JOURNAL, listing):
+            generation = int(found[2], 16)
+            if generation < GENERATIONS:
+                listing.journals.setdefault(bytes.fromhex(found[1]), []).append(generation)
+            else:
+                listing.unknown.append(path)
+        for generations in listing.journals.values():
+            generations.sort()
+        return listing
+
+    def list_segments(self) -> set[SegmentName]:
+        """Return the names of the segment files. Raises OSError."""
+        listing = Listing()
+        self._list_segments(listing)
+        return listing.segments
+
+    def list_journals(self) -> dict[bytes, int]:
+        """Return each writer's newest generation."""
+        newest: dict[bytes, int] = {}
+        for entry in self._disk.entries(self.journals):
+            if (found := _JOURNAL.fullmatch(entry.name)) and not entry.is_strange and not entry.is_directory:
+                writer, generation = bytes.fromhex(found[1]), int(found[2], 16)
+                if generation < GENERATIONS:
+                    newest[writer] = max(generation, newest.get(writer, 0))
+        return newest
+
+    def _list_segments(self, listing: Listing) -> None:
         for folder in self._disk.entries(self.segments):
             if not folder.is_directory or not _FOLDER.fullmatch(folder.name):
                 strange = folder.is_strange and _FOLDER.fullmatch(folder.name)
@@ -112,25 +140,6 @@ class Directory:
                     listing.segments.add(name)
                 else:
                     listing.unknown.append(path)
-        for path, found in self._names(self.journals, _JOURNAL, listing):
-            generation = int(found[2], 16)
-            if generation < GENERATIONS:
-                listing.journals.setdefault(bytes.fromhex(found[1]), []).append(generation)
-            else:
-                listing.unknown.append(path)
-        for generations in listing.journals.values():
-            generations.sort()
-        return listing
-
-    def list_journals(self) -> dict[bytes, int]:
-        """Return each writer's newest generation."""
-        newest: dict[bytes, int] = {}
-        for entry in self._disk.entries(self.journals):
-            if (found := _JOURNAL.fullmatch(entry.name)) and not entry.is_strange and not entry.is_directory:
-                writer, generation = bytes.fromhex(found[1]), int(found[2], 16)
-                if generation < GENERATIONS:
-                    newest[writer] = max(generation, newest.get(writer, 0))
-        return newest
 
     def _names(self, folder: Path, pattern: re.Pattern[str], listing: Listing) -> Iterator[tuple[Path, re.Match[str]]]:
         try:

@@ -20,8 +20,14 @@ class Others:
         self._directory = directory
         self._own_writer = own_writer
         self._tails = {tail.writer: tail for tail in tails}
+        self._unreadable: dict[bytes, int] = {}  # writers, with the generation of theirs that cannot even be begun with
         self.allocated_bytes = 0
         self._measure()
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a journal cannot be read to its end: files may stand there, and more may come, that no journal explains."""
+        return bool(self._unreadable) or any(tail.stopped and not tail.ended for tail in self._tails.values())
 
     def poll(self) -> list[Record]:
         """Return what the journals that are followed say since the last time."""
@@ -37,14 +43,18 @@ class Others:
         newest = self._directory.list_journals()
         newest.pop(self._own_writer, None)
         records: list[Record] = []
+        self._unreadable.clear()
         for writer, generation in newest.items():
             tail = self._tails.get(writer)
             if tail is not None and generation <= tail.generation and not _gone(tail):
                 continue
             try:
                 new = JournalTail(self._disk, self._directory, writer=writer, generation=generation)
+            except FileNotFoundError:
+                continue  # renewed or removed since it was listed: the next look finds what became of it
             except (OSError, StoreError):
-                continue  # renewed or removed since it was listed, or damaged: the next look finds what became of it
+                self._unreadable[writer] = generation
+                continue
             if tail is not None:
                 records += self._finish(tail)
             self._tails[writer] = new
@@ -66,7 +76,10 @@ class Others:
 
     def _measure(self) -> None:
         with contextlib.suppress(OSError):
-            self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values())
+            unreadable = [self._directory.journal_path(*name) for name in self._unreadable.items()]
+            self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values()) + sum(
+                self._disk.stat(path).allocated_bytes for path in unreadable
+            )
 
 
 def _gone(tail: JournalTail) -> bool:

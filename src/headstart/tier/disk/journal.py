@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import xxhash
+
 from headstart.errors import StoreError
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle
@@ -27,16 +29,27 @@ from headstart.tier.disk.records import (
     decode_records,
     encode_journal_header,
     encode_record,
+    record_bytes,
 )
 
 RESERVE_BYTES = 64 << 10  # allocated ahead: a removal, which frees space, must fit when the disk is full
+_CHUNK_BYTES = 64 << 10  # read at once, whatever length a file claims
+_HEAD_BYTES = 64
 
 
 class Journal:
     """This writer's journal, locked. Not safe from many threads: the caller takes turns."""
 
     def __init__(
-        self, disk: Disk, directory: Directory, handle: Handle, *, writer: bytes, generation: int, size: int, reserve_bytes: int
+        self,
+        disk: Disk,
+        directory: Directory,
+        handle: Handle,
+        *,
+        writer: bytes,
+        generation: int,
+        size: int,
+        reserve_bytes: int = 0,
     ) -> None:
         self.writer = writer
         self.generation = generation
@@ -47,6 +60,7 @@ class Journal:
         self._reserve_bytes = reserve_bytes
         self._reserved = 0
         self._closed = False
+        self._written = xxhash.xxh3_64()  # of all `size` bytes
         self._unknown: list[Unknown] = []  # records of later versions, kept for them
         self.broken = False  # something that readers may have seen stands behind `size`: to go on, renew it
         self.silent = False  # it says nothing that anybody would miss
@@ -62,7 +76,7 @@ class Journal:
         writer: bytes,
         generation: int,
         now_ms: int,
-        reserve_bytes: int = RESERVE_BYTES,
+        reserve_bytes: int = 0,
     ) -> Journal:
         """Write a generation that holds `records` and take its lock. Raises OSError, leaving nothing behind."""
         data = bytearray(encode_journal_header(writer, generation, now_ms, host=_host()))
@@ -84,14 +98,13 @@ class Journal:
         journal = cls(
             disk, directory, handle, writer=writer, generation=generation, size=len(data), reserve_bytes=reserve_bytes
         )
+        journal._written.update(data)
         journal.silent = all(isinstance(record, Snapshot) for record in records)
         journal._unknown = [record for record in records if isinstance(record, Unknown)]
         return journal
 
     @classmethod
-    def take_over(
-        cls, disk: Disk, directory: Directory, tail: JournalTail, unknown: Sequence[Unknown], *, reserve_bytes: int
-    ) -> Journal:
+    def take_over(cls, disk: Disk, directory: Directory, tail: JournalTail, unknown: Sequence[Unknown]) -> Journal:
         """Go on with a dead writer's journal that `tail` has locked and read to its end. `unknown`: what it holds of those."""
         journal = cls(
             disk,
@@ -100,9 +113,12 @@ class Journal:
             writer=tail.writer,
             generation=tail.generation,
             size=tail.position,
-            reserve_bytes=reserve_bytes,
         )
-        journal.broken = bool(tail.stopped)
+        try:
+            journal._written = journal._read_back()
+            journal.broken = bool(tail.stopped)
+        except (OSError, StoreError):  # it could be read a moment ago
+            journal.broken = True
         journal._unknown = list(unknown)
         return journal
 
@@ -114,6 +130,19 @@ class Journal:
     @property
     def allocated_bytes(self) -> int:
         return self._disk.facts(self._handle).allocated_bytes
+
+    def reserve_ahead(self, nbytes: int) -> None:
+        """Keep so much space behind its end from now on, where the disk has it."""
+        self._reserve_bytes = nbytes
+        self._reserve()
+
+    def reads_back(self) -> bool:
+        """Whether the file is what was written, and nothing large behind it: else others may not be able to follow it."""
+        try:
+            too_long = self._disk.facts(self._handle).size > self.size + RESERVE_BYTES
+            return not too_long and self._read_back().digest() == self._written.digest()
+        except (OSError, StoreError):
+            return False
 
     def append(self, records: Sequence[Record], *, sync: bool) -> None:
         """Add records. Raises OSError; then none of them counts, though readers may have seen some if it is `broken` now."""
@@ -134,6 +163,7 @@ class Journal:
             raise
         self.silent = False
         self.size += len(data)
+        self._written.update(data)
         self._reserve()
 
     def renew(self, records: Sequence[Record], *, now_ms: int) -> Journal:
@@ -168,6 +198,12 @@ class Journal:
         self._closed = True
         self._disk.close(self._handle)
 
+    def _read_back(self) -> xxhash.xxh3_64:
+        found = xxhash.xxh3_64()
+        for at in range(0, self.size, _CHUNK_BYTES):
+            found.update(_read(self._disk, self._handle, at, min(_CHUNK_BYTES, self.size - at)))
+        return found
+
     def _reaches(self, end: int) -> bool:
         try:
             return self._disk.facts(self._handle).size >= end
@@ -183,7 +219,8 @@ class Journal:
 
 class JournalTail:
     """A journal that is being followed: `poll` returns the records that were added since. `stopped`: why nothing is read behind
-    `position` ("version": the journal is of another one). `taken`: its lock is held by `handle`, so its writer is dead."""
+    `position` ("version": the journal is of another one). `taken`: its lock is held by `handle`, so its writer is dead.
+    `ended`: it was so, and as the journal stops before its end, only a new generation can go on."""
 
     def __init__(self, disk: Disk, directory: Directory, *, writer: bytes, generation: int) -> None:
         """Open the journal. Raises OSError, or StoreError for a file that is none ("journal-header", "short-read")."""
@@ -192,6 +229,8 @@ class JournalTail:
         self.position = HEADER_BYTES
         self.stopped = ""
         self.taken = False
+        self.ended = False
+        self._refused = b""  # how a long record began that was found to be damaged, so that it is not read again and again
         self._disk = disk
         self._path = directory.journal_path(writer, generation)
         self.handle = disk.open(self._path, "write")
@@ -210,7 +249,7 @@ class JournalTail:
         """Give the lock back and go on following. Raises OSError."""
         handle = self._disk.open(self._path, "write")  # the same file: nobody replaces one that is locked
         self._disk.close(self.handle)
-        self.handle, self.taken = handle, False
+        self.handle, self.taken, self.ended = handle, False, bool(self.stopped)
 
     @property
     def gone(self) -> bool:
@@ -218,20 +257,40 @@ class JournalTail:
         return self._disk.facts(self.handle).links == 0
 
     def poll(self) -> list[Record]:
-        """Return what was added. A record that is not whole yet is looked at again next time; `stopped` says why."""
+        """Return what was added. A record that is not whole yet is looked at again next time; `stopped` says why. Raises
+        OSError or StoreError, and then all is read again next time."""
+        records: list[Record] = []
         if self.stopped == "version":
-            return []
+            return records
         size = self._disk.facts(self.handle).size
-        if size <= self.position:
-            return []
-        data = bytearray(size - self.position)
-        self._disk.read(self.handle, [memoryview(data)], self.position)
-        state = Decoded(self.position)
-        records = list(
-            decode_records(memoryview(data), writer=self.writer, generation=self.generation, offset=self.position, state=state)
-        )
-        self.position, self.stopped = state.end, state.stopped
+        start, going = self.position, True
+        try:
+            while going and self.position < size:
+                found, stopped = self._decode(size - self.position)
+                records += found
+                going = bool(found) and stopped in ("", "torn")  # torn: cut where the chunk ends, or the file
+                self.stopped = stopped
+        except BaseException:
+            self.position = start
+            raise
         return records
+
+    def _decode(self, left: int) -> tuple[list[Record], str]:
+        """Read one chunk on, or one record where it is longer; `left` bytes are there. Returns the records and why they end."""
+        data = _read(self._disk, self.handle, self.position, min(_CHUNK_BYTES, left))
+        longer = record_bytes(data)
+        if len(data) < longer <= left:
+            head = bytes(data[:_HEAD_BYTES])
+            if head == self._refused:
+                return [], "damaged"
+            data = _read(self._disk, self.handle, self.position, longer)
+            self._refused = head
+        state = Decoded(self.position)
+        found = list(decode_records(data, writer=self.writer, generation=self.generation, offset=self.position, state=state))
+        if found:
+            self._refused = b""
+        self.position = state.end
+        return found, state.stopped
 
     def allocated_bytes(self) -> int:
         return self._disk.facts(self.handle).allocated_bytes
@@ -252,6 +311,12 @@ class JournalTail:
             raise StoreError(
                 f"journal {self._path} cannot be read: {error}", reason="journal-header", path=self._path
             ) from error
+
+
+def _read(disk: Disk, handle: Handle, offset: int, nbytes: int) -> memoryview:
+    data = memoryview(bytearray(nbytes))
+    disk.read(handle, [data], offset)
+    return data
 
 
 @cache

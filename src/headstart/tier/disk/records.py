@@ -234,6 +234,14 @@ def decode_records(data: memoryview, *, writer: bytes, generation: int, offset: 
         state.end = offset + at
 
 
+def record_bytes(data: bytes | memoryview) -> int:
+    """Return how long the record is that `data` begins with, by its own word; 0 where none can begin like that."""
+    if len(data) < _PREFIX.size:
+        return 0
+    length, _ = _PREFIX.unpack_from(data)
+    return _PREFIX.size + int(length) + _CHECK_BYTES if length <= MAX_PAYLOAD_BYTES else 0
+
+
 _JOURNAL_HEADER = struct.Struct("<8sII16s16sQQ")
 _PREFIX = struct.Struct("<IB")
 _CHECK_BYTES = 8

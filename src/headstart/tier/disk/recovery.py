@@ -41,6 +41,7 @@ from headstart.tier.disk.store import Store
 log = logging.getLogger(__name__)
 
 _SEQUENCES_SKIPPED = 1 << 16  # behind a damaged journal, whose lost records may have named some
+_LARGE_SHARE = 8  # a dead journal that takes more than such a part of the capacity is not left alone
 _HIGHEST = SEQUENCES // 2  # sequence or generation that a writer goes on from: as many again are left
 _FOREIGN = ("version", "unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
@@ -72,6 +73,7 @@ def recover(
         books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
         own: JournalTail | None = None
         unknown: list[Unknown] = []
+        taken_in: list[JournalTail] = []
         next_sequence = 0
         dead: set[bytes] = set()
         for writer in list(listing.journals):
@@ -87,8 +89,11 @@ def recover(
                 behind = _next_sequence(tail, records, listing)
                 if own is None and max(behind, tail.generation) < _HIGHEST:
                     own, next_sequence = tail, behind
-                    unknown = [record for record in records if isinstance(record, Unknown)]
-            books.apply(records, own=tail is own)
+                elif _is_large(tail, capacity_bytes):
+                    taken_in.append(tail)
+                if tail is own or tail in taken_in:
+                    unknown += [record for record in records if isinstance(record, Unknown)]
+            books.apply(records, own=tail is own or tail in taken_in)
         books.finish_loading()
         books.next_sequence = next_sequence
         reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
@@ -96,15 +101,14 @@ def recover(
             journal = Journal.create(
                 disk,
                 directory,
-                [Snapshot(books.counter, 0)],
+                [Snapshot(books.counter, 0), *unknown],
                 writer=secrets.token_bytes(WRITER_BYTES),
                 generation=0,
                 now_ms=milliseconds(wall_clock()),
-                reserve_bytes=reserve_bytes,
             )
         else:
             tails.remove(own)
-            journal = Journal.take_over(disk, directory, own, unknown, reserve_bytes=reserve_bytes)
+            journal = Journal.take_over(disk, directory, own, unknown)
         stack.callback(journal.close)
         if own is not None:
             for generation in listing.journals[own.writer]:
@@ -124,6 +128,8 @@ def recover(
         )
         stack.callback(store.files.close, 0)
         _settle(store, listing, dead)
+        if taken_in or (own is not None and own.stopped and _is_large(own, capacity_bytes)):
+            _take_in(store, tails, taken_in)
         for tail in [tail for tail in tails if tail.taken]:
             try:
                 tail.let_go()
@@ -132,9 +138,29 @@ def recover(
                 tail.close()
         others = Others(disk, directory, tails, own_writer=journal.writer)
         store.other_journals_bytes = others.allocated_bytes
-        store.make_room()
+        store.incomplete = others.incomplete
         stack.pop_all()
         return store, others
+
+
+def _is_large(tail: JournalTail, capacity_bytes: int) -> bool:
+    """Whether a journal takes a share of the capacity that no sane one does."""
+    try:
+        return tail.allocated_bytes() > capacity_bytes // _LARGE_SHARE
+    except OSError:
+        return False
+
+
+def _take_in(store: Store, tails: list[JournalTail], taken_in: Sequence[JournalTail]) -> None:
+    """Begin the own journal anew, without what is dead in it, and with what dead writers' say; theirs are removed then."""
+    if not store.renew():
+        return
+    for tail in taken_in:
+        with contextlib.suppress(OSError):  # it is taken in once more by the next open
+            store.disk.unlink(store.directory.journal_path(tail.writer, tail.generation))
+            tails.remove(tail)
+            tail.close()
+    store.counters.add("journals_taken_in", len(taken_in))
 
 
 def _close_all(tails: Sequence[JournalTail]) -> None:

@@ -236,6 +236,17 @@ def measure_stale(store: Store) -> None:
             measure(store, segment)
 
 
+def measure_unexplained(store: Store) -> None:
+    """Charge what stands there and no journal explains: the journal of a living writer may be damaged. Raises OSError."""
+    names = store.directory.list_segments()
+    with store.lock:
+        segments = store.books.segments
+        names |= {name for name, segment in segments.items() if segment.allocated_bytes}  # also those that went since
+        unexplained = [s for s in map(store.books.segment, names) if not s.opened and not s.gone]
+    for segment in unexplained:
+        measure(store, segment)
+
+
 def measure(store: Store, segment: Segment) -> None:
     """Ask the file system what it charges for a segment. Needs no turn."""
     try:

@@ -38,13 +38,23 @@ from headstart.tier.disk.records import (
     Touched,
     milliseconds,
 )
-from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, measure_stale, remove, unlink
+from headstart.tier.disk.removal import (
+    QUARANTINE,
+    evict,
+    give_back_waiting,
+    measure,
+    measure_stale,
+    measure_unexplained,
+    remove,
+    unlink,
+)
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 TURN_S = 30.0
 ALONE_S, ALONE_PAUSE_S = 10.0, 0.002  # how long another process may add to the directory, and how often that is asked
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 TOUCH_INTERVAL_S = 5.0
+VERIFY_INTERVAL_S = 10.0  # how often the own journal is read back: what is wrong in it, others cannot follow
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 FULL = {errno.ENOSPC, errno.EDQUOT}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
@@ -78,6 +88,7 @@ class Store:
         self.counters = counters
         self.capacity_bytes = capacity_bytes
         self.other_journals_bytes = 0
+        self.incomplete = False  # another journal cannot be read to its end
         self._journal = journal
         self._journal_bytes = journal.allocated_bytes
         self._slack_bytes = 2 * reserve_bytes + 8192  # what journal and file system may take beside an extent
@@ -89,6 +100,8 @@ class Store:
         self.appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
         self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
+        self._reserve_bytes = reserve_bytes
+        self._verify_due = clock() + VERIFY_INTERVAL_S
         self._touched: dict[ExtentName, int] = {}
         self._touch_due = clock() + TOUCH_INTERVAL_S
         self._renew_bytes = min(RENEW_BYTES, capacity_bytes // 32)
@@ -198,6 +211,7 @@ class Store:
             with self.turn(wait_s=0) as mine:
                 if mine:
                     self._flush_touches()
+                    self._verify()
 
     def drop_segment(self, segment: Segment) -> None:
         """The file of a segment is not what it was: nothing in it is found any more, and the file goes too."""
@@ -221,11 +235,33 @@ class Store:
             if mine and self._journal.lost:
                 self._recreate()
 
-    def make_room(self) -> None:
-        """Evict what lies above the capacity (which may have been lowered since)."""
+    def make_room(self, *, follow: Callable[[], bool]) -> None:
+        """Evict what lies above the capacity (which may have been lowered since); only then reserve space for the journal."""
+        try:
+            with self.turn() as mine:
+                if not mine:
+                    return
+                if self.allocated_bytes + self._slack_bytes <= self.capacity_bytes:
+                    return self._reserve_ahead()
+                with self.alone() as alone:  # or somebody else fills the room meanwhile
+                    if not alone or not follow():
+                        return
+                    missing = self.allocated_bytes + self._reserve_bytes - self.capacity_bytes
+                    if missing <= 0 or evict(self, missing, "capacity"):
+                        self._reserve_ahead()
+        except OSError:  # whoever adds comes here again
+            self.counters.add("make_room_failed")
+
+    def renew(self) -> bool:
+        """Begin the journal anew, with all that it vouches for. False where that failed."""
         with self.turn() as mine:
-            if mine and self.allocated_bytes > self.capacity_bytes:
-                evict(self, self.allocated_bytes - self.capacity_bytes, "capacity")
+            try:
+                if mine:
+                    self._begin_journal()
+            except OSError:
+                self.counters.add("journal_renew_failed")
+                return False
+            return mine
 
     def seal(self, segments: Sequence[Segment]) -> None:
         """Say that nothing will be added to segments; a segment without a living extent is removed."""
@@ -306,6 +342,8 @@ class Store:
         header = self._new_header(representation) if segment is None else None
         needed = nbytes + self._slack_bytes + (header.header_bytes if header else 0)
         measure_stale(self)
+        if self.incomplete:
+            measure_unexplained(self)
         missing = self.allocated_bytes + needed - self.capacity_bytes
         if missing > 0 and not evict(self, missing, "capacity"):
             return self._refused("full")
@@ -431,6 +469,15 @@ class Store:
         with contextlib.suppress(OSError):
             self._journal_bytes = self._journal.allocated_bytes
 
+    def reads_back(self) -> bool:
+        """Whether others can follow the own journal; one that is begun anew before the next change counts as well."""
+        return self._journal.broken or self._journal.reads_back()
+
+    def _reserve_ahead(self) -> None:
+        self._journal.reserve_ahead(self._reserve_bytes)
+        with contextlib.suppress(OSError):
+            self._journal_bytes = self._journal.allocated_bytes
+
     def _flush_touches(self) -> None:
         self._touch_due = self._clock() + TOUCH_INTERVAL_S
         with self.lock:
@@ -452,16 +499,26 @@ class Store:
             if self._touched and self._clock() >= self._touch_due:
                 self._flush_touches()
             if self._journal.size >= self._renew_at:
-                self._renew()
+                self._renew_at = self._journal.size + self._renew_bytes
+                self._renew(only_if_dead=True)
+            self._verify()
         except (OSError, StoreError):
             self.counters.add("tidy_failed")
 
-    def _renew(self) -> None:
-        """Start the journal anew if it is mostly dead."""
-        self._renew_at = self._journal.size + self._renew_bytes
+    def _verify(self) -> None:
+        """Start the journal anew if it is not what was written, now and then: others read it, this process never does."""
+        if self._clock() < self._verify_due:
+            return
+        self._verify_due = self._clock() + VERIFY_INTERVAL_S
+        if not self._journal.lost and not self.reads_back():
+            self.counters.add("journal_damaged")
+            self._renew(only_if_dead=False)
+
+    def _renew(self, *, only_if_dead: bool) -> None:
+        """Start the journal anew, if it is mostly dead, where there is room."""
         with self.lock:
             live = self.books.snapshot_bytes()
-        if live * 2 > self._journal.size:
+        if only_if_dead and live * 2 > self._journal.size:
             return
         missing = self.allocated_bytes + live + self._slack_bytes - self.capacity_bytes
         if missing > 0 and not evict(self, missing, "capacity"):

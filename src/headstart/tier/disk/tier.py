@@ -106,7 +106,9 @@ class DiskTier:
         except StoreError as error:
             message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
             raise TierUnavailable(message, tier=cls.name, path=directory) from error
-        return cls(store, others, bypasses_page_cache=direct, clock=clock)
+        tier = cls(store, others, bypasses_page_cache=direct, clock=clock)
+        store.make_room(follow=lambda: tier._follow(wait_s=FOLLOW_S))
+        return tier
 
     def max_extent_bytes(self, representation: Representation) -> int:
         """Return the largest image that `write` takes: an extent never spans segments."""
@@ -405,6 +407,7 @@ class DiskTier:
         with self._store.lock:
             self._store.books.apply(records, own=False)
             self._store.other_journals_bytes = self._others.allocated_bytes
+            self._store.incomplete = self._others.incomplete
 
 
 def _probe(disk: Disk, place: Directory) -> bool:
