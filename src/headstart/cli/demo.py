@@ -91,7 +91,8 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
     server = ServerProcess(common, log=log)
     stages = _say_changes(say)
     try:
-        say("starting the first server (fetches and converts the model if this is the first time)")
+        say("this takes some three minutes on two cores, and one more the first time, to fetch and convert the model")
+        say("starting the first server")
         server.start(on_progress=stages)
         say("first request: the whole prompt is computed …")
         cold = server.ask(messages_for(FIRST_QUESTION), max_tokens=MAX_TOKENS)
@@ -163,7 +164,7 @@ def demo(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
     start = time.monotonic()
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - start:6.1f} s[/dim]  {text}")
+        console.print(f"[dim]{time.monotonic() - start:6.1f} s[/dim]  {text}", soft_wrap=True, highlight=False)
 
     # Not in /tmp, which may be memory: the point is the disk that the cache would lie on.
     home = folder or Path("~/.cache/headstart").expanduser()
@@ -178,6 +179,7 @@ def demo(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(asdict(result)))
     else:
         Console().print(_table(result))
+        say(f"next: headstart serve {model}")
     if not result.same_tokens:
         raise HeadstartError("the answer from disk differs from the answer without a cache; please report this")
 
@@ -187,9 +189,11 @@ def _table(result: DemoResult) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    checked = {None: "not checked on this system", 0: "page cache empty, checked"}.get(
-        result.page_cache_bytes, f"{result.page_cache_bytes} bytes were still in the page cache"
-    )
+    cached = result.page_cache_bytes
+    if cached is None:
+        checked = "page cache not checked on this system"
+    else:  # opening the directory reads the segments' headers
+        checked = f"checked: {cached / 1024:.0f} KiB of the files in the page cache"
     for name, value, note in (
         ("prompt", f"{result.prompt_tokens:,} tokens", f"shared beginning {result.shared_prefix_tokens:,}"),
         ("read from disk", f"{result.cached_tokens:,} tokens", checked),

@@ -52,7 +52,10 @@ class ServerProcess:
         """Start and return once /health says ok. Raises HeadstartError with the end of the log when it does not."""
         offset = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # In a session of its own: Ctrl-C is for whoever started it, which then ends it.
+            self._process = subprocess.Popen(
+                self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         deadline = time.monotonic() + self._ready_timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
