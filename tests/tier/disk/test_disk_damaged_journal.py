@@ -61,9 +61,9 @@ def test_what_a_damaged_journal_hides_is_charged_all_the_same(root: Path, clock:
         path = journal_of(root, damaged)
         flip(path, 20 if where == "header" else HEADER_BYTES + 10)
         other = open_tier(root, clock)
-    for seed in range(100, 200):
+    for seed in range(100, 400):
         save((damaged, other)[seed % 2], seed)
-        clock.now += 0.05  # of ten seconds, after which a writer looks at its journal
+        clock.now += 0.02  # of ten seconds, after which a writer looks at its journal
         assert charged(root) <= CAPACITY
     assert {problem.where for problem in other.check()} <= {str(path) for path in segments(root)}
     assert [p for p in damaged.check() if "not what was written" in p.what]
