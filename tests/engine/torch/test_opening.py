@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +42,7 @@ def test_progress_ends_with_ready_and_the_engine_tells_what_it_is(tiny_model_fol
         assert stages[-1] == ("ready", 1.0)
         assert (engine.info.device, engine.info.dtype, engine.info.layers) == ("cpu", "float32", 3)
         assert engine.info.context_tokens == 1000
-        assert engine.info.cache == "prefixes are kept in memory and disk"
+        assert engine.info.cache == "prefixes are kept in memory and on disk"
         assert engine.load().kv_used_bytes == 0
 
 
@@ -69,7 +72,7 @@ def test_a_context_that_kv_memory_cannot_hold_is_cut_to_what_it_can(
         assert engine.info.context_tokens == 512
         assert "cut" in caplog.text
         assert ask(engine, some_tokens(511), 100).result().finish == "length"
-    with pytest.raises(ModelError, match="hold 64 tokens"):
+    with pytest.raises(ModelError, match=r"64 tokens are one unit of .* MiB, and 128 tokens = .* MiB are the least"):
         _open(tiny_model_folder("llama"), _config(tmp_path, enabled=False, kv_memory="60000"))
 
 
@@ -89,6 +92,30 @@ def test_kv_memory_is_a_share_of_what_the_memory_tier_leaves(
     config = _config(tmp_path, enabled=enabled, kv_memory="auto", max_running=100)
     with _open(tiny_model_folder("llama"), config) as engine:
         assert engine.load().kv_capacity_bytes == want_kib << 10
+
+
+def test_a_capacity_that_holds_hardly_anything_is_told(
+    tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = _config(tmp_path)
+    monkeypatch.setattr(opening, "_LEAST_PIECES", 5000)
+    with _open(tiny_model_folder("llama"), config) as engine:
+        said = engine.info.cache
+    assert re.search(r"on disk; cache.capacity is 64 MiB and holds \d+ blocks of .* MiB: hardly any", said), said
+    assert caplog.text.count("hardly any prompt will be kept") == 1
+
+
+def test_a_capacity_below_the_least_names_the_setting_and_how_it_came_about(
+    tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(tmp_path)
+    monkeypatch.setattr(opening, "disk_usage", lambda path: SimpleNamespace(total=8 << 20))
+    small = replace(config, cache=replace(config.cache, capacity="10%"))
+    with _open(tiny_model_folder("llama"), small) as engine:
+        assert engine.info.cache.startswith(
+            "prefixes are kept in memory; cache.capacity is 10% of a file system of 8 MiB = 0.8 MiB; "
+            "at least 1 MiB is needed (--cache-capacity)"
+        )
 
 
 @pytest.mark.parametrize("context", [2, 64, 65])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from shutil import disk_usage
 
 from headstart.block.identity import Identity
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import Config, parse_size
+from headstart.config import CacheConfig, Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.engine import TorchEngine
@@ -17,10 +20,12 @@ from headstart.engine.torch.hardware import available_bytes, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.errors import ConfigError, ModelError
+from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
 _log = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
+_LEAST_PIECES = 16  # on disk; below, hardly any prompt is kept
 
 
 def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> TorchEngine:
@@ -105,9 +110,11 @@ def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
     if capacity < one:
         fits = _tokens_that_fit(model, capacity, below=context)
         if fits < min(_LEAST_CONTEXT, context):
+            least = min(_LEAST_CONTEXT, context)
             raise ModelError(
-                f"{capacity} bytes of KV memory hold {fits} tokens of {model.name} ({model.shape.token_bytes} bytes each); "
-                "set engine.kv_memory higher or take a smaller model",
+                f"{_mib(capacity)} of KV memory are too little for {model.name}: {BLOCK_TOKENS} tokens are one unit of "
+                f"{_mib(model.shape.region_bytes(BLOCK_TOKENS))}, and {least} tokens = {_mib(model.shape.region_bytes(least))} "
+                "are the least; set engine.kv_memory higher or take a smaller model",
                 capacity_bytes=capacity,
             )
         _log.warning(
@@ -122,19 +129,56 @@ def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
 
 
 def _tokens_that_fit(model: TorchModel, capacity: int, *, below: int) -> int:
-    tokens = min(below, capacity // model.shape.token_bytes) // 64 * 64
+    tokens = min(below, capacity // model.shape.token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
     while tokens and model.shape.region_bytes(tokens) > capacity:  # layers are rounded up to whole OS pages
-        tokens -= 64
+        tokens -= BLOCK_TOKENS
     return tokens
 
 
 def _open_cache(identity: Identity | None, config: Config, model: TorchModel) -> tuple[PrefixCache | None, str]:
-    """Return the cache, or None, and one sentence about it."""
+    """Return the cache, or None, and one sentence about it; behind "; " what is wrong with it."""
     if identity is None:
         return None, "off by configuration"
-    cache = open_cache(config.cache, identity=identity, representation=model.shape.representation(query_heads=model.heads))
-    tiers = [tier.name for tier in cache.statistics().tiers]
+    wrong: list[str] = []
+    settings = config.cache
+    capacity, told = _disk_capacity(settings)
+    if 0 < capacity < MIN_CAPACITY_BYTES:
+        wrong.append(
+            f"cache.capacity {told}; at least {_mib(MIN_CAPACITY_BYTES)} is needed (--cache-capacity), "
+            "so there is no disk tier and prompts are forgotten with the process"
+        )
+        settings = replace(settings, capacity="0")
+    representation = model.shape.representation(query_heads=model.heads)
+    cache = open_cache(settings, identity=identity, representation=representation)
+    tiers = {tier.name: tier for tier in cache.statistics().tiers}
+    piece = sum(nbytes or 0 for nbytes in representation.layer_bytes)
+    if "disk" in tiers and capacity and (held := capacity // piece) < _LEAST_PIECES:
+        wrong.append(
+            f"cache.capacity {told} and holds {held} block{'' if held == 1 else 's'} of {_mib(piece)}: "
+            "hardly any prompt will be kept"
+        )
+    for sentence in wrong:  # the cache has logged its own
+        _log.warning("%s", sentence)
+    wrong += cache.warnings
     if not tiers:
         cache.close()
-        return None, "; ".join(("off", *cache.warnings))
-    return cache, "; ".join((f"prefixes are kept in {' and '.join(tiers)}", *cache.warnings))
+        return None, "; ".join(("off", *wrong))
+    places = " and ".join({"memory": "in memory", "disk": "on disk"}.get(name, f"in {name}") for name in tiers)
+    return cache, "; ".join((f"prefixes are kept {places}", *wrong))
+
+
+def _disk_capacity(config: CacheConfig) -> tuple[int, str]:
+    """Return the disk tier's capacity in bytes, and in words how the setting comes to it; 0 where that cannot be known."""
+    directory = config.directory.expanduser().absolute()
+    try:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        total = disk_usage(there).total
+    except OSError:
+        return 0, ""  # the cache will say what is wrong with the directory
+    capacity = parse_size(config.capacity, of_bytes=total)
+    share = f"{config.capacity} of a file system of {_mib(total)} = " if config.capacity.strip().endswith("%") else ""
+    return capacity, f"is {share}{_mib(capacity)}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.4g} MiB"
