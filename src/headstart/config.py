@@ -165,6 +165,13 @@ def prefer_sleeping_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+_WRITE = {
+    "bool": "write true or false",
+    "int": "write a whole number",
+    "float": "write a number",
+    "str": 'write a text in "quotes"',
+}
+
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgtp", start=1)
@@ -264,7 +271,10 @@ def _size_forms(kind: Any) -> tuple[str, ...] | None:
 
 
 def _told(error: Exception) -> str:
-    return str(error).replace("`", "")
+    """Turn "Expected `int`, got `str`" into what to write instead."""
+    text = str(error).replace("`", "")
+    expected = re.fullmatch(r"Expected (\w+)(?: \| null)?(, got \w+)?", text)
+    return _WRITE.get(expected[1], text) if expected else text
 
 
 def _path(kind: type, value: Any) -> Any:

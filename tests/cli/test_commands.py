@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,34 @@ def test_version_can_be_read_by_machines(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_unknown_command_or_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = fails(capsys, "servee")
     assert (code, "servee" in said) == (2, True)
+    assert "did you mean 'serve'?" in said
+    assert "there are serve, run, pull" in fails(capsys, "xyz")[1]
     code, said = fails(capsys, "serve", "--cache-memroy", "1GiB")
     assert code == 2
     assert "--cache-memory" in said
+
+
+def test_serve_takes_its_model_as_a_flag_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = fails(capsys, "serve", "--model", "smollm", "--port", "0", "--models-directory", str(tmp_path))
+    assert (code, "unknown model 'smollm'" in said) == (3, True)
+    code, said = fails(capsys, "serve", "a", "--model", "b", "--port", "0")
+    assert (code, "two models are named, a and --model b; give one" in said) == (2, True)
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    monkeypatch.setattr("headstart.cli.run.open_model", None)
+    code, said = fails(capsys, "run", prompt)
+    assert (code, "the prompt is empty" in said) == (2, True)
+
+
+def test_pull_says_when_there_was_nothing_to_do(
+    capsys: pytest.CaptureFixture[str], tiny_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert run_cli(["pull", str(tiny_model_folder("llama")), "--models-directory", str(tmp_path)]) == 0
+    assert " is already here and whole, in " in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -69,6 +70,21 @@ def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPat
             for number, handler in before.items():
                 signal.signal(number, handler)
     assert told == [True]
+
+
+def test_a_request_that_was_cut_while_going_down_is_no_bug_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("uvicorn.error")
+    with bound(ServerConfig(port=0)) as listener:
+        server = serve._Server(Config(), listener)
+    log.addFilter(server._is_worth_a_line)
+    try:
+        log.error("a bug before", exc_info=asyncio.CancelledError())
+        server.should_exit = True
+        log.error("a cut", exc_info=asyncio.CancelledError())
+        log.error("a bug", exc_info=ValueError())
+    finally:
+        log.removeFilter(server._is_worth_a_line)
+    assert [record.getMessage() for record in caplog.records] == ["a bug before", "a bug"]
 
 
 def test_leave_may_be_given_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,17 @@ _NEUTRAL_OF_KIND: dict[Kind, dict[str, tuple[object, ...]]] = {
 }
 
 
+# Types as msgspec writes them, for people. That null is allowed too need not be said.
+_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -200,6 +211,8 @@ RequestT = TypeVar("RequestT", bound=_Common)
 
 def _decoded(body: bytes, form: type[RequestT], kind: Kind) -> tuple[RequestT, tuple[str, ...]]:
     """Return the request and the names of fields that are not understood."""
+    if not body.strip():
+        raise RequestError("the body is empty; send a JSON object", code="invalid_json")
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -228,6 +241,10 @@ def _invalid(told: str) -> RequestError:
     if missing := re.fullmatch(r"Object missing required field (\w+)", what):
         param = f"{param}.{missing[1]}".removeprefix(".")
         return RequestError(f"{param} is missing", param=param)
+    if expected := re.fullmatch(r"Expected ([^,]+), got \S+", what):
+        kinds = [_IN_WORDS[kind] for kind in expected[1].split(" | ") if kind in _IN_WORDS]
+        if kinds:
+            return RequestError(f"{param or 'the body'} must be {' or '.join(kinds)}", param=param or None)
     return RequestError(f"{param} is wrong: {what[:1].lower()}{what[1:]}", param=param or None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,9 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
             on_progress(stage, fraction)
 
     folder = resolve_model(config.model, config.models_directory, on_progress=part)
+    part("importing torch and transformers", None)
+    with suppress(ImportError):  # whoever needs what is missing says so, with what to install
+        _import_libraries()
     part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
     engine = open_engine(folder.path, config, on_progress=part)
@@ -40,6 +44,12 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         note=folder.note,
         cache=engine.cache,
     )
+
+
+def _import_libraries() -> None:
+    """Import what takes seconds ahead of its use, so that the stages tell where the time goes."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 class _GenerationConfig(msgspec.Struct):

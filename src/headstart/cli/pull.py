@@ -21,9 +21,16 @@ def pull(model: str | None, config_file: Path | None, models_directory: str | No
     from headstart.engine.models import pull_model
 
     config = chosen_config(config_file, {"models_directory": models_directory}, model=model)
+    stages: set[str] = set()
     with shown_progress() as on_progress:
-        folder = pull_model(config.model, config.models_directory, on_progress=on_progress)
+
+        def noted(stage: str, fraction: float | None) -> None:
+            stages.add(stage)
+            on_progress(stage, fraction)
+
+        folder = pull_model(config.model, config.models_directory, on_progress=noted)
     if as_json:
         click.echo(json.dumps({"name": folder.name, "path": str(folder.path), "note": folder.note}))
     else:
-        click.echo(f"{folder.name} is in {folder.path}" + (f" ({folder.note})" if folder.note else ""))
+        found = "is already here and whole, in" if stages <= {"ready"} else "is in"
+        click.echo(f"{folder.name} {found} {folder.path}" + (f" ({folder.note})" if folder.note else ""))

@@ -44,7 +44,10 @@ def run(
     config = chosen_config(config_file, flags)
     prefer_sleeping_threads()
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": sys.stdin.read() if prompt == "-" else prompt})
+    question = sys.stdin.read() if prompt == "-" else prompt
+    if not question.strip():
+        raise click.UsageError("the prompt is empty; write a question")
+    messages.append({"role": "user", "content": question})
     with shown_progress() as on_progress:
         model = open_model(config, on_progress=on_progress)
     try:

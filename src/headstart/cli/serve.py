@@ -39,10 +39,13 @@ LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in t
 
 @click.command()
 @click.argument("model", required=False)
+@click.option("--model", "named", metavar="MODEL", help="the same as the argument")
 @config_options("server", "cache", "engine", "", without="model")
-def serve(model: str | None, config_file: Path | None, **flags: Any) -> int:
+def serve(model: str | None, named: str | None, config_file: Path | None, **flags: Any) -> int:
     """Serve MODEL: an alias (smollm2-135m, the default), a Hugging Face directory, or a hub name."""
-    config = chosen_config(config_file, flags, model=model)
+    if model is not None and named is not None and model != named:
+        raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
+    config = chosen_config(config_file, flags, model=named if model is None else model)
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING)
     log.setLevel(logging.INFO)
     prefer_sleeping_threads()
@@ -84,6 +87,8 @@ class _Server(uvicorn.Server):
         # stood there before, which then changes nothing any more.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle_exit)
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        uvicorn_log.addFilter(self._is_worth_a_line)
         log.info("listening on %s, loading %s", self._url, self._configuration.model)
         self._loader.start()
         try:
@@ -95,6 +100,7 @@ class _Server(uvicorn.Server):
             if (served := self._service.served) is not None:
                 served.engine.close()
             self._service.close()
+            uvicorn_log.removeFilter(self._is_worth_a_line)
         if self._failure is not None:
             raise self._failure
         log.info("stopped")
@@ -103,6 +109,11 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signal = sig
         super().handle_exit(sig, frame)
+
+    def _is_worth_a_line(self, record: logging.LogRecord) -> bool:
+        """A request that is cut because the server goes down is no bug of the application, as uvicorn would log it."""
+        cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+        return not (self.should_exit and cut)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain = asyncio.ensure_future(self._service.drain(DRAIN_S))
@@ -168,7 +179,8 @@ def url_of(listener: socket.socket) -> str:
 def ready_line(url: str, served: Served) -> str:
     info = served.engine.info
     note = f" ({served.note})" if served.note else ""
+    cache, _, why = info.cache.partition("; ")  # the warnings behind it stand a few lines above
     return (
         f"{url} serves {served.name}{note} on {info.device} in {info.dtype}, context {info.context_tokens:,} tokens; "
-        f"cache: {info.cache}"
+        f"cache: {cache}{' (see the warning above)' if why else ''}"
     )
