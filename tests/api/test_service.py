@@ -13,7 +13,7 @@ import pytest
 from api.serving import ByteRenderer, served
 from headstart.api import service as service_module
 from headstart.api.errors import NotReady, TooManyWaiting
-from headstart.api.openai import parse_completion, usage_of
+from headstart.api.openai import parse_chat, parse_completion, usage_of
 from headstart.api.service import Service
 from headstart.engine.base import Receipt
 from headstart.render import Renderer
@@ -59,6 +59,41 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
 
     asyncio.run(scenario())
     engine.close()
+
+
+class ToolRenderer(ByteRenderer):
+    """Its template has a place for tools."""
+
+    def chat(
+        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+    ) -> list[int]:
+        return list(f"{tools}".encode()) + super().chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("renderer", "says"),
+    [
+        (ByteRenderer(), "the chat template of fake has no place for tools; they are ignored"),
+        (ToolRenderer(), "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"),
+    ],
+)
+def test_what_becomes_of_tools_is_told_once(renderer: ByteRenderer, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="headstart")
+    engine = FakeEngine(answer=b"yes")
+    tool = '{"type": "function", "function": {"name": "f"}}'
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}'.encode()
+
+    async def scenario() -> None:
+        service = Service()
+        service.ready(dataclasses.replace(served(engine), renderer=cast(Renderer, renderer)))
+        for _ in range(2):
+            with await service.start(parse_chat(body)) as generation:
+                _ = [piece async for piece in generation.pieces()]
+        service.close()
+
+    asyncio.run(scenario())
+    engine.close()
+    assert [record.getMessage() for record in caplog.records if "tools" in record.getMessage()] == [says]
 
 
 class SlowRenderer(ByteRenderer):

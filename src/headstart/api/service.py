@@ -23,7 +23,7 @@ from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
 from headstart.api.served import Served
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, RequestError
 from headstart.render import TextStream
 
 log = logging.getLogger("headstart")
@@ -57,6 +57,7 @@ class Service:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
         self._logged: set[str] = set()
         self._body_bytes = 0
+        self._told_of_tools = False
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         self._state = Loading(stage, fraction)
@@ -82,8 +83,11 @@ class Service:
             return 503, {"status": "failed", "error": failure}
         info = state.engine.info
         status = {"status": "closing" if self._closing else "ok", "model": state.name, "note": state.note}
-        said, _, why = info.cache.partition("; ")  # what went wrong with a tier names its directory
-        cache = said + ("; the server's log says why" if why else "")
+        said, *why = info.cache.split("; ")
+        told = [
+            part for part in why if part.startswith("cache.")
+        ]  # of a setting; what went wrong with a tier names its directory
+        cache = "; ".join([said, *told, *(["the server's log says why"] if len(told) < len(why) else [])])
         facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
         return 503 if self._closing else 200, status | facts
 
@@ -120,8 +124,6 @@ class Service:
         self._log_ignored("unknown field", ask.ignored)
         if ask.model is not None and ask.model != served.name:
             self._log_ignored("unknown model name", [ask.model])
-        if ask.tools:
-            self._log_once("tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet")
         if served.engine.load().waiting + self._preparing >= self._max_waiting:
             raise TooManyWaiting(
                 f"{self._max_waiting} requests are waiting already; try again in a moment",
@@ -131,6 +133,9 @@ class Service:
         self._preparing += 1
         try:
             prompt = await self.off_loop(_prompt_ids, served, ask)
+            if ask.tools and not self._told_of_tools:
+                self._told_of_tools = True
+                self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
             self.require_served()  # the server may have begun to go down meanwhile
             generation = Generation(self, served, ask, _request(served, ask, prompt))
             generation.submit()
@@ -171,7 +176,12 @@ class Service:
         Requests that are being tokenised are told that they came too late, but they are told."""
         self._closing = True
         if self._flights:
-            log.info("shutting down: %d requests still run, they have %g seconds", len(self._flights), timeout_s)
+            running = (
+                "1 request still runs, it has"
+                if len(self._flights) == 1
+                else f"{len(self._flights)} requests still run, they have"
+            )
+            log.info("shutting down: %s %g seconds", running, timeout_s)
         ends = time.monotonic() + timeout_s
         while (self._flights or self._preparing) and time.monotonic() < ends:
             await asyncio.sleep(0.05)
@@ -317,6 +327,17 @@ def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
 
+def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
+    """Return what becomes of the tools in `prompt`: a template without a place for them says nothing."""
+    try:
+        ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
+    except RequestError:  # the template takes these messages with their tools alone
+        ignored = False
+    if ignored:
+        return f"the chat template of {served.name} has no place for tools; they are ignored"
+    return "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"
+
+
 def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationRequest:
     return served.request(
         f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
@@ -336,9 +357,11 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
     new = receipt.prompt_tokens - receipt.cached_tokens
     ttft = "none" if receipt.first_token_s is None else f"{receipt.first_token_s:.3f} s"
     decode_s = receipt.total_s - (receipt.first_token_s or 0.0)
-    rate = (receipt.completion_tokens - 1) / decode_s if receipt.completion_tokens > 1 and decode_s > 0 else 0.0
+    answered = receipt.completion_tokens
+    rate = f", {(answered - 1) / decode_s:.1f} tokens/s" if answered > 1 and decode_s > 0 else ""
     return (
         f"{request_id} prompt {receipt.prompt_tokens}, cached {receipt.cached_memory_tokens} from memory and "
-        f"{receipt.cached_disk_tokens} from disk, new {new}; first token {ttft}; {receipt.completion_tokens} tokens, "
-        f"{rate:.1f} tokens/s; {finish}" + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
+        f"{receipt.cached_disk_tokens} from disk, new {new}; first token {ttft}; "
+        f"{answered} token{'' if answered == 1 else 's'}{rate}; {finish}"
+        + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
     )
