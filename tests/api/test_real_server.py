@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,25 @@ def test_a_server_that_is_told_to_stop_ends_running_requests_and_exits_with_0(ti
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.text
         assert server.text.rstrip().endswith("stopped")
+
+
+def test_a_second_interrupt_cuts_a_streamed_answer_without_a_trace_in_the_log(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny, "--no-cache", "--context", "4000") as server:
+        server.until_ready()
+        body = {"prompt": "tell", "max_tokens": 3900, "temperature": 0, "stream": True}
+        with (
+            suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            server._until(lambda: "1 request still runs, it has 10 seconds" in server.text)
+            server.process.send_signal(signal.SIGINT)
+            assert "data: [DONE]" not in list(lines)
+        assert server.process.wait(60) == 130
+        assert "Traceback" not in server.text
+        assert "Exception in ASGI" not in server.text
 
 
 def test_stopping_while_the_model_loads_exits_with_0(tiny: str, tmp_path: Path) -> None:
