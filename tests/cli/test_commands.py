@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +140,33 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("headstart.cli.pull.chosen_config", interrupted)
     assert run_cli(["pull"]) == 130
+
+
+TERMINATED_WHILE_CONVERTING = """
+import sys
+from headstart import cli
+from headstart.engine import smollm2
+
+child = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(60)"
+
+def convert(arguments):
+    smollm2._run([sys.executable, "-c", child, *arguments], "converting", 60, still=lambda: None)
+
+cli.run_cli = convert
+cli.main()
+"""
+
+
+def test_a_command_that_is_terminated_stops_the_child_that_converts(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", TERMINATED_WHILE_CONVERTING, str(place)]) as command:
+        while not (place.exists() and place.read_text().strip()):
+            assert command.poll() is None
+            time.sleep(0.01)
+        command.terminate()
+        assert command.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(place.read_text()), 0)
 
 
 def test_an_error_raised_on_purpose_is_its_sentence_and_code(

@@ -1,15 +1,18 @@
 """The command line. One file a command, imported when that command runs: `headstart --help` must answer at once.
 
 An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
-3 something missing on this machine, 4 a medium or network that failed, 130 interrupted. Tracebacks are for bugs.
+3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated. Tracebacks
+are for bugs.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 
 import click
 
@@ -26,6 +29,7 @@ _COMMANDS = {
 }
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 class _Lazy(click.Group):
@@ -61,7 +65,13 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    signal.signal(signal.SIGTERM, _terminated)  # `serve` has a way of its own
     sys.exit(run_cli(sys.argv[1:]))
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """End like an interrupt does, so that what was begun is stopped and removed."""
+    raise SystemExit(TERMINATED)
 
 
 def run_cli(arguments: list[str]) -> int:
