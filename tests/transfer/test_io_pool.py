@@ -10,7 +10,7 @@ import pytest
 
 from headstart.errors import StoreError
 from headstart.transfer.buffers import Staging
-from headstart.transfer.io_pool import IOPool
+from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
 
 TIMEOUT_S = 20.0
 
@@ -81,3 +81,22 @@ def test_an_idle_pool_is_not_stalled() -> None:
     pool = IOPool("disk", threads=2)
     assert pool.stalled_s() == 0.0
     pool.close()
+
+
+def test_idle_threads_touch_their_staging_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, both = [], Event()
+    take = Staging.take
+
+    def noted(self: Staging, nbytes: int) -> memoryview:
+        view = take(self, nbytes)
+        taken.append(nbytes)
+        if len(taken) == 2:
+            both.set()
+        return view
+
+    monkeypatch.setattr(Staging, "take", noted)
+    pool = IOPool("disk", threads=2)
+    pool.warm()
+    assert both.wait(TIMEOUT_S)
+    assert pool.close() == 0
+    assert taken == [2 * REQUEST_BYTES] * 2  # once each

@@ -92,10 +92,15 @@ class Staging:
         self._name = name
         self._memory = memoryview(b"")
 
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
     def take(self, nbytes: int) -> memoryview:
         if nbytes > self._memory.nbytes:
             self._memory = memoryview(b"")  # unmap the old one before the new one is mapped
             with Arena(max(nbytes, HUGE_PAGE), name=self._name) as arena:
+                arena.touch(nbytes)
                 region = arena.allocate(arena.capacity_bytes)
                 assert region is not None  # the whole of a fresh arena
                 self._memory = region.view  # which keeps the mapping of the closed arena

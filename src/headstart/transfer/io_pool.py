@@ -48,6 +48,7 @@ class IOPool:
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival
         self._arrivals = count()
         self._closed = False
+        self._warm_bytes = 0
         self._since: list[float | None] = [None] * threads  # when each thread's running job began
         self._threads = [Thread(target=self._work, args=(n,), name=f"{name}-read-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
@@ -64,6 +65,12 @@ class IOPool:
                 self._condition.notify(len(entries))
         if not accepted:
             self._abandon([job for _, _, job in entries])
+
+    def warm(self) -> None:
+        """Let idle threads touch their staging memory now, so that the first load does not pay for that."""
+        with self._condition:
+            self._warm_bytes = 2 * REQUEST_BYTES  # a request, and the edges of the OS pages that it begins and ends in
+            self._condition.notify_all()
 
     def stalled_s(self) -> float:
         """Return for how long the oldest running job has been running: a device that answers no more shows here."""
@@ -90,11 +97,14 @@ class IOPool:
         staging = Staging(f"{self.name} staging")
         while True:
             with self._condition:
-                while not self._queue and not self._closed:
+                while not (self._queue or self._closed or staging.nbytes < self._warm_bytes):
                     self._condition.wait()  # idle: bounded by close(), which every owner calls
                 if self._closed:
                     return
-                _, _, job = heappop(self._queue)
+                job = heappop(self._queue)[2] if self._queue else None
+            if job is None:
+                staging.take(self._warm_bytes)
+                continue
             self._since[number] = time.monotonic()
             try:
                 job.run(staging)

@@ -43,6 +43,8 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         ) from error
     memory.touch(context)  # one request's worth; the engine does the rest when it is idle
     cache, said = _open_cache(identity, config, model)
+    if cache is not None:
+        cache.warm()
     engine = TorchEngine(
         model,
         memory,
