@@ -35,6 +35,7 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         _import_libraries()
     part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
+    renderer.warm_up()
     engine = open_engine(folder.path, config, on_progress=part)
     return Served(
         name=folder.name,

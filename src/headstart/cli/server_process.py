@@ -39,6 +39,8 @@ class ServerProcess:
         self._log = log
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        # One client, made before anything is timed: making one reads certificates for longer than a small request takes.
+        self._client = httpx.Client(timeout=900.0, trust_env=False)
         self.url = ""
 
     def __enter__(self) -> ServerProcess:
@@ -81,7 +83,7 @@ class ServerProcess:
 
     def _healthy(self, on_progress: Callable[[str], None]) -> bool:
         try:
-            health = httpx.get(f"{self.url}/health", timeout=5.0)
+            health = self._client.get(f"{self.url}/health", timeout=5.0)
         except httpx.TransportError:
             return False
         if health.status_code != 200:
@@ -123,7 +125,7 @@ class ServerProcess:
         usage: dict[str, Any] = {}
         first: float | None = None
         start = time.perf_counter()
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=900.0) as response:
+        with self._client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
                 raise HeadstartError(f"the server answered {response.status_code}: {response.text[:500]}")
@@ -147,7 +149,7 @@ class ServerProcess:
     def metric(self, name: str) -> float:
         """Sum of all samples of one series in /metrics; 0 when it is not there."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=30.0).text.splitlines():
+        for line in self._client.get(f"{self.url}/metrics", timeout=30.0).text.splitlines():
             series = line.split("{", 1)[0].split(" ", 1)[0]
             if series == name:
                 total += float(line.rsplit(" ", 1)[1])

@@ -6,6 +6,7 @@ A renderer does not change after it was loaded; any number of threads may use on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ class Renderer:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
         # The template has written the special tokens.
         return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
+
+    def warm_up(self) -> None:
+        """Render and tokenise once, so that the first request does not pay for compiling the template."""
+        with suppress(RequestError):  # a template may want other messages than these
+            self.decode(self.chat([{"role": "system", "content": "."}, {"role": "user", "content": "."}]))
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         """Return the token ids of a plain prompt, with whatever the tokenizer puts before every text; ids pass unchanged."""
