@@ -19,7 +19,7 @@ from benchmarks.harness import paired_ratio, where_it_ran
 from headstart.config import CacheConfig, Config, prefer_sleeping_threads
 
 
-def run(*, smoke: bool = False, pairs: int = 20, prompt_tokens: int = 1024, output_tokens: int = 32) -> dict[str, Any]:
+def run(*, smoke: bool = False, pairs: int = 20, prompt_tokens: int = 512, output_tokens: int = 32) -> dict[str, Any]:
     """Return the three ratios (on over off) and the medians they come from."""
     if smoke:
         pairs, prompt_tokens, output_tokens = 1, 128, 4
