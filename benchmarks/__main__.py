@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs/benchmarks.md."""
+"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs/benchmarks.md and README.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 from benchmarks import harness, hit, overhead
 
 BENCHMARKS = {"hit": hit, "overhead": overhead}
-PAGE = harness.RESULTS.parent.parent / "docs" / "benchmarks.md"
+ROOT = harness.RESULTS.parent.parent
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 
 
 def main() -> None:
@@ -29,19 +30,20 @@ def main() -> None:
 
 
 def write_page() -> None:
-    """Put each stored result's table between its markers in docs/benchmarks.md."""
-    page = PAGE.read_text()
-    for name, benchmark in BENCHMARKS.items():
-        stored = harness.RESULTS / f"{name}.json"
-        if not stored.exists():
-            continue
-        result = json.loads(stored.read_text())
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, rest = page.split(start, 1)
-        after = rest.split(end, 1)[1]
-        ran = ", ".join(f"{key} {value}" for key, value in result["where"].items())
-        page = f"{before}{start}{benchmark.table(result)}\n\nRun: {ran}.\n{end}{after}"
-    PAGE.write_text(page)
+    """Put each stored result's table between its markers in docs/benchmarks.md and README.md."""
+    for path in PAGES:
+        page = path.read_text()
+        for name, benchmark in BENCHMARKS.items():
+            stored = harness.RESULTS / f"{name}.json"
+            start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+            if not stored.exists() or start not in page:
+                continue
+            result = json.loads(stored.read_text())
+            before, rest = page.split(start, 1)
+            after = rest.split(end, 1)[1]
+            ran = ", ".join(f"{key} {value}" for key, value in result["where"].items())
+            page = f"{before}{start}{benchmark.table(result)}\n\nRun: {ran}.\n{end}{after}"
+        path.write_text(page)
 
 
 if __name__ == "__main__":

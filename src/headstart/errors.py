@@ -67,7 +67,7 @@ class RequestError(HeadstartError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt (and what it asks to generate) does not fit; `prompt_tokens`, or fewer, and `context_tokens` are given."""
+    """The prompt does not fit; `prompt_tokens`, or fewer, and `context_tokens` are given."""
 
     def __init__(self, message: str, *, prompt_tokens: int, context_tokens: int, param: str = "messages") -> None:
         super().__init__(
