@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs/benchmarks.md and README.md."""
+"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs and README."""
 
 from __future__ import annotations
 
