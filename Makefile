@@ -7,7 +7,7 @@ TORCH  ?= cpu
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo test check bench soak trials docs clean install
+.PHONY: help demo test check bench soak trials clean install
 
 help:  ## list the commands
 	@grep -hE '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
