@@ -35,6 +35,10 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Speed-up {result['speedup']:.1f}; ratio to the limit (the larger of floor and disk) {result['ratio_to_limit']:.2f}; "
         f"the same tokens as with the cache off: {'yes' if result['same_tokens'] else 'no'}. "
-        f"In the page cache before the hit: {(result['page_cache_bytes'] or 0) / 1024:.0f} KiB, the headers read at opening.",
+        + (
+            "The page cache was not checked on this system."
+            if (cached := result["page_cache_bytes"]) is None
+            else f"In the page cache before the hit: {cached / 1024:.0f} KiB, the headers read at opening."
+        ),
     ]
     return "\n".join(rows)
