@@ -12,6 +12,7 @@ import numpy.typing as npt
 from headstart.block.extent import ALIGNMENT, ExtentLayout, layout_of, seal
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, block_extras
 from headstart.block.representation import Representation
+from headstart.tier.base import Terms
 from headstart.transfer.buffers import Bytes, Staging, flat, gather, total_bytes
 from headstart.transfer.load import KVView
 
@@ -33,7 +34,7 @@ class Saved(Protocol):
     @property
     def shared_tokens(self) -> int: ...
     @property
-    def retention(self) -> str: ...
+    def terms(self) -> Terms: ...
 
 
 class ExtentBuilder:
@@ -60,7 +61,7 @@ class ExtentBuilder:
             views, sizes = self._varying(saved.source, first, pieces, min(limit_bytes, EXTENT_BYTES))
             count = sizes.shape[1]
         else:
-            count = self._count(pieces, min(limit_bytes, EXTENT_BYTES), saved.retention)
+            count = self._count(pieces, min(limit_bytes, EXTENT_BYTES), saved.terms.retention)
         blocks = range(first * per_piece, (first + count) * per_piece)
         extras: tuple[bytes, ...] = ()
         if saved.salt:
@@ -72,7 +73,7 @@ class ExtentBuilder:
             len(blocks),
             piece_bytes=sizes,
             extras_bytes=sum(map(len, extras)),
-            retention=saved.retention,
+            retention=saved.terms.retention,
         )
         image = self._staging.take(layout.extent_bytes)
         for layer, nbytes in enumerate(representation.layer_bytes):
@@ -91,7 +92,7 @@ class ExtentBuilder:
             extras=extras if any(extras) else (),
             piece_bytes=sizes,
             created_ms=int(time.time() * 1000),
-            retention=saved.retention,
+            retention=saved.terms.retention,
         )
         self.largest_bytes_per_token = max(
             self.largest_bytes_per_token, -(-layout.extent_bytes // (count * representation.piece_tokens))

@@ -35,7 +35,7 @@ from headstart.cache.saver import Saver, SaveRequest, SaveResult, Ticket
 from headstart.cache.source import Source
 from headstart.errors import StoreError
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, Problem, Tier, TierStatistics
+from headstart.tier.base import ExtentId, Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.span import Prompt
 
@@ -133,10 +133,13 @@ class PrefixCache:
         shared_tokens: int = 0,
         identity: Identity | None = None,
         retention: str = "default",
+        tenant: str = "",
+        session: str = "",
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`). Raises ValueError for what can never be saved: a `retention` that is no
-        name of 1 to 64 printable bytes, negative `shared_tokens`."""
+        name of 1 to 64 printable bytes, negative `shared_tokens`. `tenant`: whose quota it counts towards; `session`: the
+        conversation it belongs to, by any name (`Terms`)."""
         encode_retention(retention)
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
@@ -157,7 +160,7 @@ class PrefixCache:
                     root=self._root if identity is None else identity.root(),
                     salt=salt,
                     shared_tokens=shared_tokens,
-                    retention=retention,
+                    terms=Terms(retention, tenant, session),
                 )
             )
         ticket.add_done_callback(lambda _: self._counters.add("saves_done"))  # save_calls less this are under way

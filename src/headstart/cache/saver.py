@@ -27,7 +27,7 @@ from headstart.cache.faults import counted
 from headstart.cache.lookup import Pieces, absent_runs, pieces_of
 from headstart.cache.source import Source
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId
+from headstart.tier.base import ExtentId, Terms
 from headstart.transfer.load import KVView
 
 _MAX_WAITING = 64
@@ -106,7 +106,7 @@ class SaveRequest:
     root: bytes
     salt: str | bytes | None
     shared_tokens: int
-    retention: str
+    terms: Terms
 
 
 class Saver:
@@ -230,7 +230,7 @@ class Saver:
             written_bytes = 0
             for first, pieces, lacking in absent_runs(present):
                 written_bytes += self._save_run(request, keys, first, pieces, [targets[number] for number in lacking])
-            return self._conclude(targets, keys, written_bytes)
+            return self._conclude(targets, keys, request.terms, written_bytes)
         finally:
             for target in targets:
                 with counted(self._counters, target.tier, "release"):
@@ -256,7 +256,7 @@ class Saver:
             for target in targets:
                 outcome = "error"
                 with counted(self._counters, target.tier, "write"):
-                    written = target.tier.write(image, self._representation, retention=request.retention)
+                    written = target.tier.write(image, self._representation, terms=request.terms, position=first * per_piece)
                     outcome = written.reason
                     if written.stored:
                         held = self._hold(target, keys[first * per_piece : (first + count) * per_piece])
@@ -288,14 +288,17 @@ class Saver:
         nowhere = np.full(len(keys) // per_piece, -1, np.int64)
         return Pieces(nowhere, nowhere)
 
-    def _conclude(self, targets: Sequence[_Target], keys: Sequence[BlockKey], written_bytes: int) -> SaveResult:
-        """Note the use of what the prompt consists of now, heads last, and say how much of it is kept."""
+    def _conclude(self, targets: Sequence[_Target], keys: Sequence[BlockKey], terms: Terms, written_bytes: int) -> SaveResult:
+        """Note the use of what the prompt consists of now, heads last, have all of it kept on these terms, and say how much."""
         leading = []
         for target in targets:
             pieces = self._locate(target, keys)
             leading.append(pieces.leading() * self._representation.piece_tokens)
+            extents = pieces.extents_in_order()
             with counted(self._counters, target.tier, "touch"):
-                target.tier.touch(pieces.extents_in_order())
+                target.tier.touch(extents)
+            with counted(self._counters, target.tier, "keep"):
+                target.tier.keep(extents, terms)
         takes = [number for number, target in enumerate(targets) if target.reason is None]
         refused = [target.reason for target in targets if target.reason is not None]
         return SaveResult(

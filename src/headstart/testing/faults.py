@@ -15,17 +15,19 @@ from typing import Literal
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import (
+    DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
     Placement,
     Problem,
     ReadRange,
+    Terms,
     Tier,
     TierStatistics,
     WriteOutcome,
 )
 
-TierVerb = Literal["locate", "lease", "release", "touch", "read", "write", "delete"]
+TierVerb = Literal["locate", "lease", "release", "touch", "read", "write", "keep", "pin", "tend", "delete"]
 TierFault = Literal["eio", "enospc", "corrupt", "short", "flip", "foreign", "stall"]
 _ERRNO = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 
@@ -108,13 +110,30 @@ class FaultyTier:
             buffer[len(buffer) // 2] ^= 0x10
         return done
 
-    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+    def write(
+        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
+    ) -> WriteOutcome:
         self._strike("write")
-        return self.inner.write(image, representation, retention=retention)
+        return self.inner.write(image, representation, terms=terms, position=position)
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._strike("touch")
         self.inner.touch(extents)
+
+    def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
+        self._strike("keep")
+        self.inner.keep(extents, terms)
+
+    def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
+        self._strike("pin")
+        return self.inner.pin(extents, until_ms=until_ms)
+
+    def unpin(self, extents: Sequence[ExtentId]) -> None:
+        self.inner.unpin(extents)
+
+    def tend(self) -> bool:
+        self._strike("tend")
+        return self.inner.tend()
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._strike("delete")

@@ -22,7 +22,7 @@ from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN, FakeKV
-from headstart.tier.base import ExtentId, ReadRange, Tier
+from headstart.tier.base import ExtentId, ReadRange, Terms, Tier
 
 GONE = ExtentId(1 << 40)  # an id that no tier has given out
 
@@ -127,7 +127,7 @@ class TierContract:
         tier.touch([GONE])
 
     def test_the_retention_class_is_kept(self, tier: Tier) -> None:
-        outcome = tier.write(prompt(2).image(retention="agent"), TINY, retention="agent")
+        outcome = tier.write(prompt(2).image(retention="agent"), TINY, terms=Terms("agent"))
         assert outcome.stored
         assert [info.retention for info in tier.scan()] == ["agent"]
 

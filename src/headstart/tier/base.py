@@ -11,7 +11,7 @@ Whoever calls (the cache) turns them into a miss and a counter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
 import numpy as np
@@ -31,8 +31,24 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms something is kept. `retention`: a class of 1 to 64 printable bytes, which promises a time and may set a
+    ceiling (`policy.retention`). `tenant`: whose quota it counts towards; "" where there are no tenants. `session`: the
+    conversation it belongs to, "" where unknown; only ever compared for equality."""
+
+    retention: str = "default"
+    tenant: str = ""
+    session: str = ""
+
+
+DEFAULT_TERMS = Terms()
+
+
+@dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What a tier remembers of one extent."""
+    """What a tier remembers of one extent. Times are milliseconds since 1970, for people and for promises; order is
+    `last_used`. `guaranteed_until_ms`: until then it is not evicted while anything else may go. `expires_ms`: when it goes
+    whether or not there is room; None: never. `pinned_until_ms`: None where it is not pinned."""
 
     id: ExtentId
     representation: bytes
@@ -43,6 +59,13 @@ class ExtentInfo:
     created_ms: int
     last_used: int  # value of the persisted counter, not a time
     retention: str
+    tenant: str = ""
+    parent: bytes = b""  # first 16 bytes of the key before the first block, or of the root
+    guaranteed_until_ms: int = 0
+    expires_ms: int | None = None
+    pinned_until_ms: int | None = None
+    leased: bool = False  # by this process
+    where: str = ""  # the place in words: a file of the tier and an offset; "" in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +80,7 @@ class ReadRange:
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
     """`stored`: the extent is in the tier after the call. `reason`: "written", "present" (already there), or why not: "full",
-    "too-large", "stopped", "error"."""
+    "too-large", "stopped", "error", "quota" (the tenant's other extents may not go), "budget" (not worth today's writes)."""
 
     stored: bool
     reason: str
@@ -72,6 +95,10 @@ class TierStatistics:
     extents: int
     blocks: int
     counters: dict[str, int]  # e.g. bytes_read, bytes_written, evicted_<reason>, quarantined_<reason>, write_failed_<reason>
+    paused: str = ""  # why nothing is stored now; "" while it is
+    live_bytes_by_class: dict[str, int] = field(default_factory=dict)
+    live_bytes_by_tenant: dict[str, int] = field(default_factory=dict)
+    devices: tuple[TierStatistics, ...] = ()  # where a tier lies on several, each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +133,23 @@ class Tier(Protocol):
         """Fill every buffer or raise; returns bytes read. The extents must be under a lease."""
         ...
 
-    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
-        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. When it returns
-        stored=True under durability="data", the extent survives a power loss."""
+    def write(
+        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
+    ) -> WriteOutcome:
+        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. `position`: blocks of
+        the prompt before its first. When it returns stored=True under durability="data", the extent survives a power loss."""
         ...
+
+    def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
+        """Promise extents at least what writing them now on these terms would promise. No promise is ever shortened."""
+        ...
+
+    def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
+        """Keep extents from being evicted until a wall-clock time, None: until unpinned. False for those that are gone and for
+        those that would leave too little to everything else."""
+        ...
+
+    def unpin(self, extents: Sequence[ExtentId]) -> None: ...
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         """Note a use, in the order given: the first one given ends up the most recently used (heads outlive tails)."""
@@ -120,6 +160,11 @@ class Tier(Protocol):
 
         What is "corrupt" goes even under a lease: from now on it is not found and not read, so that its blocks can be written
         anew at once; only its space may wait for the last release."""
+        ...
+
+    def tend(self) -> bool:
+        """Do one small piece of upkeep (expire, join short runs, note uses durably), at most some tens of milliseconds or one
+        extent's rewriting; True while there is more to do. Whoever owns the tier calls it when nothing else waits."""
         ...
 
     def scan(self) -> Iterator[ExtentInfo]: ...

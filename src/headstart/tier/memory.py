@@ -19,7 +19,17 @@ from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.arena import ALIGNMENT, Arena, Region
-from headstart.tier.base import ExtentId, ExtentInfo, Placement, Problem, ReadRange, TierStatistics, WriteOutcome
+from headstart.tier.base import (
+    DEFAULT_TERMS,
+    ExtentId,
+    ExtentInfo,
+    Placement,
+    Problem,
+    ReadRange,
+    Terms,
+    TierStatistics,
+    WriteOutcome,
+)
 
 _POSITION_BITS = 24  # an index entry packs extent id and the block's place in it into one int
 
@@ -114,7 +124,9 @@ class MemoryTier:
         self._counters.add("bytes_read", total)
         return total
 
-    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+    def write(
+        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
+    ) -> WriteOutcome:
         header = decode_header(image, representation)
         if image.nbytes > self._arena.capacity_bytes:
             return self._refused("too-large")
@@ -140,7 +152,7 @@ class MemoryTier:
                 header_bytes=header.layout(representation).header_bytes,
                 region=region,
                 created_ms=header.created_ms,
-                retention=retention,
+                retention=terms.retention,
                 last_used=self._uses,
             )
             self._extents[extent.id] = extent
@@ -149,6 +161,18 @@ class MemoryTier:
                 index[key] = extent.id << _POSITION_BITS | position
         self._counters.add("bytes_written", image.nbytes)
         return WriteOutcome(stored=True, reason="written")
+
+    def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
+        pass
+
+    def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
+        return [self.info(extent) is not None for extent in extents]
+
+    def unpin(self, extents: Sequence[ExtentId]) -> None:
+        pass
+
+    def tend(self) -> bool:
+        return False
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ from disk_kit import CAPACITY, charged, extent_of, files, found, journals, save,
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN
 from headstart.testing.tier_contract import located, prompt, put, read
-from headstart.tier.base import ExtentId
+from headstart.tier.base import ExtentId, Terms
 from headstart.tier.disk import DiskTier, RealDisk
 from headstart.tier.disk.records import HEADER_BYTES, decode_journal_header
 
@@ -71,7 +71,7 @@ def test_directories_and_files_are_private(root: Path) -> None:
 def test_the_use_counter_and_retention_survive(root: Path) -> None:
     tier = open_tier(root)
     tier.touch([extent_of(tier, 3)])
-    assert tier.write(prompt(2, seed=70).image(), TINY, retention="agent").stored
+    assert tier.write(prompt(2, seed=70).image(), TINY, terms=Terms("agent")).stored
     tier.close()
     tier = open_tier(root)
     by_use = sorted(tier.scan(), key=lambda info: info.last_used)

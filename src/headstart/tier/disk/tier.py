@@ -18,7 +18,17 @@ from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, ExtentInfo, Placement, Problem, ReadRange, TierStatistics, WriteOutcome
+from headstart.tier.base import (
+    DEFAULT_TERMS,
+    ExtentId,
+    ExtentInfo,
+    Placement,
+    Problem,
+    ReadRange,
+    Terms,
+    TierStatistics,
+    WriteOutcome,
+)
 from headstart.tier.disk.books import Removal, Segment
 from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
@@ -159,9 +169,11 @@ class DiskTier:
         self._counters.add("bytes_read", total)
         return total
 
-    def write(self, image: memoryview, representation: Representation, *, retention: str = "default") -> WriteOutcome:
+    def write(
+        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
+    ) -> WriteOutcome:
         self._require_open()
-        _require_short(retention)
+        _require_short(terms.retention)
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
@@ -180,7 +192,7 @@ class DiskTier:
             layout.header_bytes,
             plausible_ms(header.created_ms),
             0,
-            retention,
+            terms.retention,
             header.parent[:PREFIX_BYTES],
             prefixes,
             BOUNDARY_STATE if header.state_bytes else 0,
@@ -190,6 +202,18 @@ class DiskTier:
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
         self._store.touch(extents)
+
+    def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
+        pass
+
+    def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
+        return [self.info(extent) is not None for extent in extents]
+
+    def unpin(self, extents: Sequence[ExtentId]) -> None:
+        pass
+
+    def tend(self) -> bool:
+        return False
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
