@@ -19,7 +19,7 @@ from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.tier_contract import put
 from headstart.tier.base import ExtentId
 from headstart.tier.disk import DiskTier
-from headstart.tier.disk.store import STOPPED_S
+from headstart.tier.disk.pause import STOPPED_S
 
 SMALL = 2 << 20
 

@@ -139,7 +139,7 @@ def test_a_journal_renewed_before_its_writer_died_is_read_in_its_newest_generati
     def renew_and_die(_: Path) -> None:
         if leaves_the_old:
             doomed.inject(DiskFault("unlink", "eio"))
-        writer._store._begin_journal()
+        writer._store.upkeep.begin()
         assert save(writer, 2)
         doomed.bury()
 
@@ -431,7 +431,7 @@ def test_records_of_later_versions_outlive_the_generation(real: Path) -> None:
     path.write_bytes(data + encode_record(pinned, writer=writer, generation=0, offset=len(data)))
     for generation in (1, 2):
         tier = DiskTier.open(real, capacity_bytes=CAPACITY)
-        tier._store._begin_journal()
+        tier._store.upkeep.begin()
         tier.close()
         tail = JournalTail(RealDisk(), Directory(RealDisk(), real), writer=writer, generation=generation)
         assert [record for record in tail.poll() if isinstance(record, Unknown)] == [pinned]

@@ -23,7 +23,7 @@ from headstart.tier.base import Problem
 from headstart.tier.disk import DiskTier, removal
 from headstart.tier.disk import store as store_module
 from headstart.tier.disk.books import Books
-from headstart.tier.disk.store import STOPPED_S
+from headstart.tier.disk.pause import STOPPED_S
 from headstart.tier.index import BlockIndex
 
 ROOT = Path("/disk/kv")
@@ -81,7 +81,7 @@ def test_what_was_journalled_is_stored_whatever_fails_afterwards(call: str, star
     tier = open_tier(disk)
     assert save(tier, 0)
     before = disk.calls["write"]
-    tier._store._renew_at = 0  # a journal that is due to start anew
+    tier._store.upkeep.renew_at = 0  # a journal that is due to start anew
     disk.inject(DiskFault(call, "eio", start=start))
     assert tier.write(image(1), TINY).reason == "written"
     assert disk.calls["write"] - before <= 3
@@ -97,7 +97,7 @@ def test_an_error_while_tidying_is_not_one_of_the_write(monkeypatch: pytest.Monk
         raise StoreError("no", reason="test")
 
     tier = open_tier(CrashDisk())
-    tier._store._renew_at = 0
+    tier._store.upkeep.renew_at = 0
     monkeypatch.setattr(Books, "snapshot", refuse)
     monkeypatch.setattr(Books, "snapshot_bytes", lambda _: 0)
     assert tier.write(image(1), TINY).reason == "written"
@@ -269,7 +269,7 @@ def test_a_journal_that_is_mostly_alive_is_not_copied_to_learn_that(monkeypatch:
     for seed in range(20):
         assert save(tier, seed)
     monkeypatch.setattr(Books, "snapshot", lambda _: pytest.fail("the books were copied"))
-    tier._store._renew_at = 0
+    tier._store.upkeep.renew_at = 0
     assert save(tier, 20)
     assert tier.statistics().counters.get("journal_renewed", 0) == 0
     tier.close()
@@ -281,9 +281,9 @@ def test_what_a_snapshot_takes_is_known_without_making_it() -> None:
         assert save(tier, seed, pieces=1 + seed % 8)
         assert tier.write(prompt(9, seed=seed).image(), TINY).stored  # of which some blocks are there
     store = tier._store
-    store._renew_at = 1 << 40
+    store.upkeep.renew_at = 1 << 40
     live = store.books.snapshot_bytes()
-    journal = store._journal.renew(store._snapshot(), now_ms=0)
+    journal = store.upkeep.journal.renew(store.upkeep.snapshot(), now_ms=0)
     assert live * 0.5 <= journal.size <= live * 1.5
     journal.close()
 

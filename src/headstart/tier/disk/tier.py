@@ -34,6 +34,7 @@ from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
+from headstart.tier.disk.pause import FULL, LOST
 from headstart.tier.disk.records import (
     BOUNDARY_STATE,
     PREFIX_BYTES,
@@ -46,7 +47,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
-from headstart.tier.disk.store import FULL, LOST, Store
+from headstart.tier.disk.store import Store
 
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05

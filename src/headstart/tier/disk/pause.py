@@ -1,0 +1,46 @@
+"""When nothing is stored: why, until when it is tried again, and what is said about it. No I/O."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+STOPPED_S = 30.0  # how long nothing is stored after the medium refused
+FULL = {errno.ENOSPC, errno.EDQUOT}
+LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
+
+log = logging.getLogger(__name__)
+
+
+class Pause:
+    """Whether a directory takes anything now. Said once, until something was stored again."""
+
+    def __init__(self, root: Path, clock: Callable[[], float]) -> None:
+        self.why = ""
+        self._root = root
+        self._clock = clock
+        self._until = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is too early to try again."""
+        return bool(self.why) and self._clock() < self._until
+
+    def begin(self, why: str) -> None:
+        """Store nothing for a while."""
+        if not self.why:
+            log.warning(
+                "disk tier %s: nothing is stored for now (%s); reading goes on, and it is tried again every %d s",
+                self._root,
+                why,
+                STOPPED_S,
+            )
+        self.why = why
+        self._until = self._clock() + STOPPED_S
+
+    def end(self) -> None:
+        if self.why:
+            self.why = ""
+            log.warning("disk tier %s: storing again", self._root)

@@ -1,0 +1,134 @@
+"""The own journal and what is due for it now and then: notes of use, reading it back, a new generation. In the store's turn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headstart.errors import StoreError
+from headstart.tier.disk.journal import Journal
+from headstart.tier.disk.records import ExtentName, Record, Touched
+from headstart.tier.disk.removal import evict, give_back_waiting
+
+if TYPE_CHECKING:
+    from headstart.tier.disk.store import Store
+
+TOUCH_INTERVAL_S = 5.0
+VERIFY_INTERVAL_S = 10.0  # how often the own journal is read back: what is wrong in it, others cannot follow
+RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
+_USES_A_RECORD = 4096
+
+
+class Upkeep:
+    """Owns the journal. `allocated_bytes`: what the file system charges for it."""
+
+    def __init__(self, store: Store, journal: Journal, *, reserve_bytes: int, sync: bool) -> None:
+        self.journal = journal
+        self.allocated_bytes = journal.allocated_bytes
+        self._store = store
+        self._sync = sync
+        self._reserve_bytes = reserve_bytes
+        self._touched: dict[ExtentName, int] = {}
+        self._touch_due = store.clock() + TOUCH_INTERVAL_S
+        self._verify_due = store.clock() + VERIFY_INTERVAL_S
+        self._renew_bytes = min(RENEW_BYTES, store.capacity_bytes // 32)
+        self.renew_at = journal.size + self._renew_bytes
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write records to the own journal. Raises OSError; then none of them counts here, whatever others have seen."""
+        if not records:
+            return
+        if self.journal.broken:
+            self.begin()
+        self.journal.append(records, sync=self._sync)
+        self._measure()
+
+    def begin(self) -> None:
+        """Go on in a new generation of the journal that says what the books say. Raises OSError, and then the old one stays."""
+        self.journal = self.journal.renew(self.snapshot(), now_ms=self._store.now_ms())
+        self.renew_at = self.journal.size + self._renew_bytes
+        self._measure()
+
+    def reads_back(self) -> bool:
+        """Whether others can follow the own journal; one that is begun anew before the next change counts as well."""
+        return self.journal.broken or self.journal.reads_back()
+
+    def reserve_ahead(self) -> None:
+        self.journal.reserve_ahead(self._reserve_bytes)
+        self._measure()
+
+    def note_use(self, extent: ExtentName, used: int) -> None:
+        """Remember a use until it is journalled. The books' lock is held."""
+        self._touched[extent] = used
+
+    @property
+    def touches_due(self) -> bool:
+        return self._store.clock() >= self._touch_due
+
+    def flush_touches(self) -> None:
+        store = self._store
+        self._touch_due = store.clock() + TOUCH_INTERVAL_S
+        with store.lock:
+            uses, self._touched = list(self._touched.items()), {}
+        for first in range(0, len(uses), _USES_A_RECORD):
+            batch = tuple(uses[first : first + _USES_A_RECORD])
+            if store.allocated_bytes + store.slack_bytes > store.capacity_bytes:
+                break  # the order of use is kept in memory; it is not worth an extent
+            try:
+                self.append([Touched(batch)])
+            except OSError:
+                store.counters.add("touch_failed")
+                return
+
+    def tidy(self) -> None:
+        """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""
+        try:
+            give_back_waiting(self._store)
+            if self._touched and self.touches_due:
+                self.flush_touches()
+            if self.journal.size >= self.renew_at:
+                self.renew_at = self.journal.size + self._renew_bytes
+                self._renew(only_if_dead=True)
+            self.verify()
+        except (OSError, StoreError):
+            self._store.counters.add("tidy_failed")
+
+    def verify(self) -> None:
+        """Start the journal anew if it is not what was written, now and then: others read it, this process never does."""
+        if self._store.clock() < self._verify_due:
+            return
+        self._verify_due = self._store.clock() + VERIFY_INTERVAL_S
+        if not self.journal.lost and not self.reads_back():
+            self._store.counters.add("journal_damaged")
+            self._renew(only_if_dead=False)
+
+    def snapshot(self) -> list[Record]:
+        parts, records = self._store.books.snapshot(), list[Record]()
+        while True:
+            with self._store.lock:  # for one part at a time: lookups go on
+                part = next(parts, None)
+            if part is None:
+                return records
+            records += part
+
+    def _renew(self, *, only_if_dead: bool) -> None:
+        """Start the journal anew, if it is mostly dead, where there is room."""
+        store = self._store
+        with store.lock:
+            live = store.books.snapshot_bytes()
+        if only_if_dead and live * 2 > self.journal.size:
+            return
+        missing = store.allocated_bytes + live + store.slack_bytes - store.capacity_bytes
+        if missing > 0 and not evict(store, missing, "capacity"):
+            return
+        try:
+            self.begin()
+        except OSError:
+            store.counters.add("journal_renew_failed")
+            return
+        store.counters.add("journal_renewed")
+
+    def _measure(self) -> None:
+        with contextlib.suppress(OSError):  # what is written is written, whatever it is charged
+            self.allocated_bytes = self.journal.allocated_bytes
