@@ -98,6 +98,7 @@ class Books:
 
     def __init__(self, *, removals_kept: int = REMOVALS_KEPT) -> None:
         self.representations: dict[bytes, bytes] = {}
+        self.declared: set[bytes] = set()  # representations that the own journal declares
         self.segments: dict[SegmentName, Segment] = {}
         self.removals: deque[Removal] = deque(maxlen=removals_kept)
         self.counter = 0
@@ -126,18 +127,20 @@ class Books:
         self._alive = np.zeros(64, np.bool_)
         self._removed_blocks = 0  # of all removals that are kept
         self._loading = True
+        self._early_uses: list[Touched] = []
 
     # What journals say.
 
     def apply(self, records: Iterable[Record], *, own: bool) -> None:
-        """Take over records of one journal, in its order. `own`: it is this process's journal."""
+        """Take over records of one journal, in its order. `own`: it is this process's journal. Uses come last, while loading
+        after all journals: one journal may speak of a use before another one, read later, says that the extent was added."""
+        uses: list[Touched] = []
         for record in records:
             match record:
                 case ExtentAdded():
                     self._add(record, own=own)
-                case Touched(uses):
-                    for name, used in uses:
-                        self._use(name, used)
+                case Touched():
+                    uses.append(record)
                 case Removed(time_ms, reason, extents, quarantined):
                     for name, prefixes in extents:
                         self._remove(Removal(time_ms, reason, name, prefixes, quarantined, own))
@@ -148,13 +151,22 @@ class Books:
                     segment.sealed = True
                     segment.end = max(segment.end, record.end)
                 case RepresentationDeclared(encoded):
-                    self.representations[_digest(encoded)] = encoded
+                    digest = _digest(encoded)
+                    self.representations[digest] = encoded
+                    if own:
+                        self.declared.add(digest)
                 case Snapshot(counter, _):
                     self.counter = max(self.counter, counter)
+        if self._loading:
+            self._early_uses += uses
+        else:
+            self._use_all(uses)
 
     def finish_loading(self) -> None:
         """Index what was applied so far, all at once; until then nothing is found by its keys."""
         self._loading = False
+        uses, self._early_uses = self._early_uses, []
+        self._use_all(uses)
         rows_by_representation: dict[bytes, list[int]] = {}
         for row in self.living().tolist():
             rows_by_representation.setdefault(self.place(row)[0].representation, []).append(row)
@@ -230,6 +242,11 @@ class Books:
         if self._loading:
             return
         self._lookup(segment.representation).add(row)
+
+    def _use_all(self, records: Iterable[Touched]) -> None:
+        for record in records:
+            for name, used in record.uses:
+                self._use(name, used)
 
     def _use(self, name: ExtentName, used: int) -> None:
         self.counter = max(self.counter, used)
