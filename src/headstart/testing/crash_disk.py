@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from threading import RLock
 
 from headstart.errors import StoreError
-from headstart.tier.disk.door import Entry, FileFacts, Handle, OpenMode
+from headstart.tier.disk.door import Entry, FileFacts, Handle, OpenMode, Space
 
 _PAGE = 4096
 
@@ -280,6 +280,10 @@ class CrashDisk:
                 raise _error(errno.ENOENT, path)
             file = self._names[name]
             return FileFacts(0, 0, 2, 0) if file is None else self._facts(file)
+
+    def space(self, path: Path) -> Space:
+        with self._lock:
+            return Space(self.size_bytes, max(0, self.size_bytes - self.allocated_bytes()))
 
     def entries(self, path: Path) -> list[Entry]:
         with self._lock:

@@ -16,7 +16,7 @@ from threading import Event, Lock
 from typing import Literal, TypeVar
 
 from headstart.errors import StoreError
-from headstart.tier.disk.door import Disk, Entry, FileFacts, Handle, OpenMode
+from headstart.tier.disk.door import Disk, Entry, FileFacts, Handle, OpenMode, Space
 
 DiskFaultKind = Literal["eio", "enospc", "emfile", "erofs", "vanished", "late", "short", "flip", "stall"]
 _ERRNO = {
@@ -160,6 +160,9 @@ class FaultyDisk:
 
     def stat(self, path: Path) -> FileFacts:
         return self._call("stat", lambda: self.inner.stat(path))
+
+    def space(self, path: Path) -> Space:
+        return self._call("space", lambda: self.inner.space(path))
 
     def entries(self, path: Path) -> list[Entry]:
         return self._call("entries", lambda: self.inner.entries(path))

@@ -63,6 +63,14 @@ class Entry:
     is_strange: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of a file system: its size, and what somebody without privileges may still take of it."""
+
+    total_bytes: int
+    available_bytes: int
+
+
 class Disk(Protocol):
     def probe(self, directory: Path) -> bool:
         """Write, read back and remove one block in `directory`. True when bulk files bypass the page cache there."""
@@ -116,6 +124,10 @@ class Disk(Protocol):
 
     def stat(self, path: Path) -> FileFacts:
         """Return the facts of what has that name; a link's are its own."""
+        ...
+
+    def space(self, path: Path) -> Space:
+        """Return how large and how free the file system is that `path` lies on."""
         ...
 
     def entries(self, path: Path) -> list[Entry]: ...
@@ -266,6 +278,10 @@ class RealDisk:
 
     def stat(self, path: Path) -> FileFacts:
         return _facts(os.lstat(path))
+
+    def space(self, path: Path) -> Space:
+        found = os.statvfs(path)
+        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     def entries(self, path: Path) -> list[Entry]:
         with os.scandir(path) as found:
