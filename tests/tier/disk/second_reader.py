@@ -88,6 +88,7 @@ class Journals:
     pinned_until_ms: dict[tuple[bytes, int, int], int] = field(default_factory=dict)
     removed: dict[tuple[bytes, int, int], str] = field(default_factory=dict)  # why
     quarantined: set[tuple[bytes, int, int]] = field(default_factory=set)
+    removals: list[tuple[str, tuple[bytes, ...]]] = field(default_factory=list)  # reason, prefixes of what went
     unknown: int = 0  # records that were passed over
     refused: list[tuple[str, str]] = field(default_factory=list)
 
@@ -274,7 +275,9 @@ def read_removed(said: Journals, payload: bytes, *, quarantined: bool) -> None:
     reason = payload[13:at].decode()
     for _ in range(count):
         writer, sequence, offset, blocks = struct.unpack_from("<16sIQI", payload, at)
+        prefixes = tuple(payload[at + 32 + 16 * n : at + 48 + 16 * n] for n in range(blocks))
         at += 32 + 16 * blocks
+        said.removals.append((reason, prefixes))
         said.removed[writer, sequence, offset] = reason or said.removed.get((writer, sequence, offset), "")
         if quarantined:
             said.quarantined.add((writer, sequence, offset))
