@@ -82,5 +82,5 @@ def segments(root: Path) -> list[Path]:
 
 
 def charged(root: Path) -> int:
-    """Return what the file system charges for everything in a directory, the directories themselves left out."""
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+    """Return what the file system charges for a directory and everything in it, folders too."""
+    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))

@@ -16,6 +16,7 @@ from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.books import Segment
+from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders
 from headstart.tier.disk.door import Handle
 from headstart.tier.disk.records import (
     ExtentAdded,
@@ -25,27 +26,32 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentSealed,
 )
-from headstart.tier.disk.removal import evict, measure, measure_stale, measure_unexplained, unlink
+from headstart.tier.disk.removal import keep_within_quota, measure, measure_stale, measure_unexplained, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
 
-def add_extent(store: Store, image: memoryview, representation: Representation, added: ExtentAdded) -> WriteOutcome:
-    """Store an extent whose place is decided here. Raises OSError, and then it is not stored."""
+def add_extent(
+    store: Store, image: memoryview, representation: Representation, added: ExtentAdded, *, replacing: bool = False
+) -> WriteOutcome:
+    """Store an extent whose place is decided here. `replacing`: it is written in others' stead, so nothing gives way for it, and
+    it was last used when `added` says. Raises OSError, and then it is not stored."""
     nbytes = image.nbytes
     segment = store.appending.get(representation.digest)
     if segment is not None and (segment.gone or segment.end + nbytes > segment.capacity_bytes):
         seal_segments(store, [segment])
         segment = None
     header = _new_header(store, representation) if segment is None else None
-    needed = nbytes + store.slack_bytes + (header.header_bytes if header else 0)
+    needed = nbytes + store.slack_bytes + (header.header_bytes + SEGMENT_FOLDERS_BYTES if header else 0)
     measure_stale(store)
+    measure_folders(store)
     if store.incomplete:
         measure_unexplained(store)
-    missing = store.allocated_bytes + needed - store.capacity_bytes
-    if missing > 0 and not evict(store, missing, "capacity"):
+    if not keep_within_quota(store, added.tenant, nbytes):
+        return store.refused("quota")
+    if not (has_room(store, needed) if replacing else make_room(store, needed)):
         return store.refused("full")
     if segment is not None and segment.gone:  # evicted whole
         segment, header = None, _new_header(store, representation)
@@ -60,12 +66,14 @@ def add_extent(store: Store, image: memoryview, representation: Representation, 
             store.disk.write(handle, image, offset)
             if store.sync:
                 store.disk.sync(handle)
-            placed = replace(added, extent=ExtentName(segment.name, offset), last_used=store.books.next_use())
+            placed = replace(
+                added, extent=ExtentName(segment.name, offset), last_used=added.last_used or store.books.next_use()
+            )
             store.append([placed])
         except OSError:
             with contextlib.suppress(OSError):
                 store.disk.truncate(handle, offset)
-                measure(store, segment)
+            measure(store, segment)
             raise
         with store.lock:
             store.books.apply([placed], own=True)
@@ -152,5 +160,6 @@ def _open_segment(store: Store, header: SegmentHeader) -> Segment:
     with store.lock:
         store.books.apply(records, own=True)
     measure(store, segment)
+    measure_folders(store)
     store.appending[header.digest] = segment
     return segment

@@ -13,14 +13,14 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headstart.errors import FormatMismatch, StoreError, TierUnavailable
+from headstart.errors import FormatMismatch, NotThere, StoreError, TierUnavailable
 from headstart.tier.disk.door import Disk, Handle
 from headstart.tier.disk.records import GENERATIONS, SEQUENCES, SegmentName
 
@@ -28,6 +28,7 @@ FORMAT = "headstart"
 VERSION = 1
 FEATURES: frozenset[str] = frozenset()  # what a reader must know of to use the directory, beyond the version
 MARKER = "headstart.json"
+DEVICES = "devices.json"  # which other directories are one tier with this one; `tier.devices` reads and writes it
 _SEGMENT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.seg")
 _JOURNAL = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.log")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
@@ -57,6 +58,7 @@ class Directory:
         self.root = root
         self.journals = root / "journals"
         self.segments = root / "segments"
+        self.rewritten = 0  # how often a marker that could not be read was written anew
         self._disk = disk
 
     def prepare(self) -> None:
@@ -70,8 +72,27 @@ class Directory:
         except OSError as error:
             raise unavailable(self.root, error) from error
 
+    def require(self) -> None:
+        """Make sure that a cache is there that this version reads, and change nothing. Raises NotThere where none is,
+        FormatMismatch, TierUnavailable."""
+        path = self.root / MARKER
+        try:
+            try:
+                marker = self._read_marker(path)
+            except FileNotFoundError:
+                marker = None
+            there = marker is not None or self._holds_files()
+        except OSError as error:
+            raise unavailable(self.root, error) from error
+        if not there:
+            raise NotThere(
+                f"there is no cache in {self.root}; name another directory, or let `headstart serve` make one", path=self.root
+            )
+        if marker is not None:
+            self._require_readable(marker, path)
+
     def segment_path(self, name: SegmentName) -> Path:
-        return self.segments / f"{name.sequence & 0xFF:02x}" / f"{name.writer.hex()}-{name.sequence:08x}.seg"
+        return self.segments / f"{name.sequence & 0xFF:02x}" / name.file
 
     def journal_path(self, writer: bytes, generation: int) -> Path:
         return self.journals / f"{writer.hex()}-{generation:08x}.log"
@@ -99,7 +120,7 @@ class Directory:
         for entry in self._disk.entries(self.root):
             if _TEMPORARY.fullmatch(entry.name):
                 listing.temporary.append(self.root / entry.name)
-            elif entry.name not in (MARKER, self.segments.name, self.journals.name):
+            elif entry.name not in (MARKER, DEVICES, self.segments.name, self.journals.name):
                 listing.unknown.append(self.root / entry.name)
         self._list_segments(listing)
         for path, found in self._names(self.journals, _JOURNAL, listing):
@@ -117,6 +138,11 @@ class Directory:
         listing = Listing()
         self._list_segments(listing)
         return listing.segments
+
+    def folders(self) -> Sequence[Path]:
+        """Return the folders that names of this cache stand in, the root included. Raises OSError."""
+        inside = [self.segments / entry.name for entry in self._disk.entries(self.segments) if entry.is_directory]
+        return [self.root, self.journals, self.segments, *(path for path in inside if _FOLDER.fullmatch(path.name))]
 
     def list_journals(self) -> dict[bytes, int]:
         """Return each writer's newest generation."""
@@ -188,6 +214,9 @@ class Directory:
                 tier="disk",
                 path=path,
             )
+        self._require_readable(marker, path)
+
+    def _require_readable(self, marker: dict[str, Any], path: Path) -> None:
         if marker["version"] != VERSION:
             raise FormatMismatch(
                 f"cache directory {self.root} has format version {marker['version']}, this headstart reads {VERSION}; "
@@ -244,10 +273,11 @@ class Directory:
         """Write the marker anew in place: other processes may hold its lock. Torn, it is written anew once more."""
         handle = self._disk.open(path, "write")
         try:
-            text = _marker()
+            text = _marker()[:-1] + b" "  # whoever adds next measures anew: it may have been cut while somebody added
             self._disk.write(handle, text, 0)
             self._disk.truncate(handle, len(text))
             self._disk.sync(handle)
+            self.rewritten += 1
         finally:
             self._disk.close(handle)
 

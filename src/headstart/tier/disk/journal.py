@@ -9,6 +9,7 @@ the torn end of a dead writer's journal, only a new generation can follow.
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import xxhash
 
 from headstart.errors import StoreError
 from headstart.tier.disk.directory import Directory
-from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.records import (
     HEADER_BYTES,
     VERSION,
@@ -49,7 +50,6 @@ class Journal:
         writer: bytes,
         generation: int,
         size: int,
-        reserve_bytes: int = 0,
     ) -> None:
         self.writer = writer
         self.generation = generation
@@ -57,14 +57,12 @@ class Journal:
         self._disk = disk
         self._directory = directory
         self._handle = handle
-        self._reserve_bytes = reserve_bytes
-        self._reserved = 0
+        self._reserved = 0  # up to this byte of the file the file system has charged already
         self._closed = False
         self._written = xxhash.xxh3_64()  # of all `size` bytes
         self._unknown: list[Unknown] = []  # records of later versions, kept for them
         self.broken = False  # something that readers may have seen stands behind `size`: to go on, renew it
         self.silent = False  # it says nothing that anybody would miss
-        self._reserve()
 
     @classmethod
     def create(
@@ -76,12 +74,15 @@ class Journal:
         writer: bytes,
         generation: int,
         now_ms: int,
-        reserve_bytes: int = 0,
+        most_bytes: int | None = None,
     ) -> Journal:
-        """Write a generation that holds `records` and take its lock. Raises OSError, leaving nothing behind."""
+        """Write a generation that holds `records` and take its lock; one of more than `most_bytes` is ENOSPC. Raises OSError,
+        leaving nothing behind."""
         data = bytearray(encode_journal_header(writer, generation, now_ms, host=_host()))
         for record in records:
             data += encode_record(record, writer=writer, generation=generation, offset=len(data))
+        if most_bytes is not None and len(data) > most_bytes:
+            raise OSError(errno.ENOSPC, "the capacity leaves no room for the journal", str(directory.root))
         path = directory.journal_path(writer, generation)
         temporary, handle = directory.create_temporary(directory.journals)
         try:
@@ -95,9 +96,7 @@ class Journal:
                     disk.unlink(name)
             disk.close(handle)
             raise
-        journal = cls(
-            disk, directory, handle, writer=writer, generation=generation, size=len(data), reserve_bytes=reserve_bytes
-        )
+        journal = cls(disk, directory, handle, writer=writer, generation=generation, size=len(data))
         journal._written.update(data)
         journal.silent = all(isinstance(record, Snapshot) for record in records)
         journal._unknown = [record for record in records if isinstance(record, Unknown)]
@@ -131,10 +130,15 @@ class Journal:
     def allocated_bytes(self) -> int:
         return self._disk.facts(self._handle).allocated_bytes
 
-    def reserve_ahead(self, nbytes: int) -> None:
-        """Keep so much space behind its end from now on, where the disk has it."""
-        self._reserve_bytes = nbytes
-        self._reserve()
+    @property
+    def room_bytes(self) -> int:
+        """What can be appended without anything more being charged."""
+        return max(0, self._reserved - self.size)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so much space charged behind its end. Raises OSError; where the file system cannot, nothing is changed."""
+        if self._disk.reserve(self._handle, self.size, nbytes):
+            self._reserved = self.size + nbytes
 
     def reads_back(self) -> bool:
         """Whether the file is what was written, and nothing large behind it: else others may not be able to follow it."""
@@ -152,8 +156,6 @@ class Journal:
         for record in records:
             data += encode_record(record, writer=self.writer, generation=self.generation, offset=self.size + len(data))
             seen = seen or len(data)
-        if self._reserve_bytes and self.size + len(data) > self._reserved:
-            self._disk.reserve(self._handle, self.size, len(data))  # a full disk refuses here, before anything is written
         try:
             self._disk.write(self._handle, memoryview(data), self.size)
             if sync:
@@ -164,9 +166,12 @@ class Journal:
         self.silent = False
         self.size += len(data)
         self._written.update(data)
-        self._reserve()
 
-    def renew(self, records: Sequence[Record], *, now_ms: int) -> Journal:
+    def encoded_bytes(self, records: Sequence[Record]) -> int:
+        """Return what records take in it."""
+        return sum(len(encode_record(record, writer=self.writer, generation=0, offset=0)) for record in records)
+
+    def renew(self, records: Sequence[Record], *, now_ms: int, most_bytes: int | None = None) -> Journal:
         """Return the next generation, which holds `records`; this one is closed and removed. Raises OSError, and then this
         one stays. What it holds of later versions goes along."""
         new = Journal.create(
@@ -176,7 +181,7 @@ class Journal:
             writer=self.writer,
             generation=self.generation + 1,
             now_ms=now_ms,
-            reserve_bytes=self._reserve_bytes,
+            most_bytes=most_bytes,
         )
         with contextlib.suppress(OSError):  # a generation too many is removed at the next open
             self._disk.unlink(self._directory.journal_path(self.writer, self.generation))
@@ -210,20 +215,14 @@ class Journal:
         except OSError:
             return True
 
-    def _reserve(self) -> None:
-        if self._reserve_bytes and self.size + self._reserve_bytes // 2 > self._reserved:
-            with contextlib.suppress(OSError):  # full already: then the append itself will say so
-                if self._disk.reserve(self._handle, self.size, self._reserve_bytes):
-                    self._reserved = self.size + self._reserve_bytes
-
 
 class JournalTail:
     """A journal that is being followed: `poll` returns the records that were added since. `stopped`: why nothing is read behind
     `position` ("version": the journal is of another one). `taken`: its lock is held by `handle`, so its writer is dead.
     `ended`: it was so, and as the journal stops before its end, only a new generation can go on."""
 
-    def __init__(self, disk: Disk, directory: Directory, *, writer: bytes, generation: int) -> None:
-        """Open the journal. Raises OSError, or StoreError for a file that is none ("journal-header", "short-read")."""
+    def __init__(self, disk: Disk, directory: Directory, *, writer: bytes, generation: int, mode: OpenMode = "write") -> None:
+        """Open the journal; with the mode "read" it can only be followed. Raises OSError, or StoreError for a file that is none ("journal-header", "short-read")."""
         self.writer = writer
         self.generation = generation
         self.position = HEADER_BYTES
@@ -233,7 +232,7 @@ class JournalTail:
         self._refused = b""  # how a long record began that was found to be damaged, so that it is not read again and again
         self._disk = disk
         self._path = directory.journal_path(writer, generation)
-        self.handle = disk.open(self._path, "write")
+        self.handle = disk.open(self._path, mode)
         try:
             self._check_header()
         except BaseException:

@@ -18,12 +18,15 @@ from pathlib import Path
 
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
+from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
+from headstart.tier.disk.charges import charged_bytes
 from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk, FileFacts
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.journal import RESERVE_BYTES, Journal, JournalTail
+from headstart.tier.disk.marker import Marker
 from headstart.tier.disk.records import (
     SEQUENCES,
     WRITER_BYTES,
@@ -46,6 +49,7 @@ _HIGHEST = SEQUENCES // 2  # sequence or generation that a writer goes on from: 
 _FOREIGN = ("version", "unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
 _SLACK_BYTES = 32 << 10  # what a file system may charge a file beside its data
+_JOURNAL_BYTES = 8 << 10  # a journal's first block, and one that a folder may grow by
 _TRIES = 16
 
 
@@ -54,10 +58,12 @@ def recover(
     directory: Directory,
     *,
     capacity_bytes: int,
+    min_free_bytes: int,
     sync: bool,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
     counters: Counters,
+    retention: Retention,
 ) -> tuple[Store, Others]:
     """Return the store of a prepared directory and the other writers on it. Raises OSError, leaving nothing open."""
     with ExitStack() as stack:
@@ -70,7 +76,8 @@ def recover(
                 disk.unlink(path)
         tails: list[JournalTail] = []
         stack.callback(_close_all, tails)
-        books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES))
+        books = Books(removals_kept=min(REMOVALS_KEPT, capacity_bytes // 64 // _REMOVAL_BYTES), retention=retention)
+        now_ms = milliseconds(wall_clock())
         own: JournalTail | None = None
         unknown: list[Unknown] = []
         taken_in: list[JournalTail] = []
@@ -93,19 +100,24 @@ def recover(
                     taken_in.append(tail)
                 if tail is own or tail in taken_in:
                     unknown += [record for record in records if isinstance(record, Unknown)]
-            books.apply(records, own=tail is own or tail in taken_in)
+            books.apply(records, own=tail is own or tail in taken_in, now_ms=now_ms)
         books.finish_loading()
         books.next_sequence = next_sequence
+        marker = Marker(disk, directory)
         reserve_bytes = min(RESERVE_BYTES, capacity_bytes // 64)
         if own is None:
-            journal = Journal.create(
-                disk,
-                directory,
-                [Snapshot(books.counter, 0), *unknown],
-                writer=secrets.token_bytes(WRITER_BYTES),
-                generation=0,
-                now_ms=milliseconds(wall_clock()),
-            )
+            with marker.hold(charging=True) as only_one:
+                if not only_one:
+                    raise StoreError("another process has been writing for too long", reason="busy", path=directory.root)
+                _require_room(disk, directory, capacity_bytes)
+                journal = Journal.create(
+                    disk,
+                    directory,
+                    [Snapshot(books.counter, 0), *unknown],
+                    writer=secrets.token_bytes(WRITER_BYTES),
+                    generation=0,
+                    now_ms=milliseconds(wall_clock()),
+                )
         else:
             tails.remove(own)
             journal = Journal.take_over(disk, directory, own, unknown)
@@ -119,12 +131,15 @@ def recover(
             directory,
             books,
             journal,
+            marker=marker,
             capacity_bytes=capacity_bytes,
+            min_free_bytes=min_free_bytes,
             reserve_bytes=reserve_bytes,
             sync=sync,
             clock=clock,
             wall_clock=wall_clock,
             counters=counters,
+            retention=retention,
         )
         stack.callback(store.files.close, 0)
         _settle(store, listing, dead)
@@ -141,6 +156,18 @@ def recover(
         store.incomplete = others.incomplete
         stack.pop_all()
         return store, others
+
+
+def _require_room(disk: Disk, directory: Directory, capacity_bytes: int) -> None:
+    """Make sure that a journal can be begun without going beyond the capacity. Who adds leaves room for some; what is above the
+    capacity already was stored under a larger one, and is evicted by who has a journal. Raises StoreError, OSError."""
+    charged = charged_bytes(disk, directory)
+    if charged <= capacity_bytes < charged + _JOURNAL_BYTES:
+        raise StoreError(
+            f"{charged} of its {capacity_bytes} bytes are taken, and a journal needs {_JOURNAL_BYTES}; give it more",
+            reason="full",
+            path=directory.root,
+        )
 
 
 def _is_large(tail: JournalTail, capacity_bytes: int) -> bool:

@@ -12,28 +12,33 @@ import contextlib
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from threading import Lock
 
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.metrics import Counters
+from headstart.policy.clock import SteadyClock
+from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.adding import add_extent, seal_segments
 from headstart.tier.disk.books import Books, Segment
-from headstart.tier.disk.directory import MARKER, Directory
+from headstart.tier.disk.charges import survey
+from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
+from headstart.tier.disk.marker import ALONE_S, Marker
 from headstart.tier.disk.pause import FULL, LOST, Pause
+from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
-ALONE_S, ALONE_PAUSE_S = 10.0, 0.002  # how long another process may add to the directory, and how often that is asked
+ROOM_BYTES = 8192  # always left below the capacity: the file system's own blocks, and the next process's journal
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +53,15 @@ class Store:
         books: Books,
         journal: Journal,
         *,
+        marker: Marker,
         capacity_bytes: int,
+        min_free_bytes: int,
         reserve_bytes: int,
         sync: bool,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         counters: Counters,
+        retention: Retention,
     ) -> None:
         self.disk = disk
         self.directory = directory
@@ -62,20 +70,28 @@ class Store:
         self.lock = Lock()
         self.counters = counters
         self.capacity_bytes = capacity_bytes
+        self.min_free_bytes = min_free_bytes
+        self.give_back_due = 0.0
+        self.marker = marker
+        self.opening = True  # until then nobody follows what others do: all is measured each time
+        self.follow: Callable[[], bool] = lambda: True  # takes over what other processes did; False where it could not
         self.other_journals_bytes = 0
+        self.remains_bytes = 4096  # of the marker, and of what others left behind and the next opening removes
+        self.folders: dict[Path, int] = {}  # what each is charged
         self.incomplete = False  # another journal cannot be read to its end
-        self.slack_bytes = 2 * reserve_bytes + 8192  # what journal and file system may take beside an extent
+        self.slack_bytes = 2 * reserve_bytes + ROOM_BYTES  # what journal and file system may take beside an extent
         self.sync = sync
         self.clock = clock
-        self._wall_clock = wall_clock
+        self.retention = retention
+        self._time = SteadyClock(clock, wall_clock)
         self._turn = Lock()
         self._process = os.getpid()
         self.appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
         self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
         self.pauses = Pause(directory.root, clock)
-        self._reserve_bytes = reserve_bytes
         self.upkeep = Upkeep(self, journal, reserve_bytes=reserve_bytes, sync=sync)
+        self.promises = Promises(self)
         self._closed = False
 
     # What changes something.
@@ -87,16 +103,14 @@ class Store:
         added: ExtentAdded,
         *,
         keys: Sequence[bytes],
-        follow: Callable[[], bool],
     ) -> WriteOutcome:
-        """Store an extent whose place is not decided yet (`added.extent` is ignored). `follow` takes over what other processes
-        did; False where it could not."""
+        """Store an extent whose place is not decided yet (`added.extent` is ignored)."""
 
         def add_once() -> WriteOutcome:
             if self.upkeep.journal.lost:
                 raise FileNotFoundError(errno.ENOENT, "the journal was removed", str(self.directory.root))
-            with self.alone() as alone:
-                if not alone or not follow():
+            with self.charging() as alone:
+                if not alone:
                     return self.refused("stopped")
                 if self._present(representation, keys):  # written while this one waited
                     return WriteOutcome(stored=True, reason="present")
@@ -122,22 +136,31 @@ class Store:
             except OSError as error:
                 return self._stop(error)
 
+    def alone(self) -> AbstractContextManager[bool]:
+        """Keep other processes from adding, and add nothing. False: another one was too long about it. Raises OSError."""
+        return self.marker.hold(charging=False)
+
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Be the only process that adds to the directory: together they keep to one capacity. False: another one was too long
-        about it. Raises OSError."""
-        handle = self.disk.open(self.directory.root / MARKER, "write")
-        try:
-            for _ in range(int(ALONE_S / ALONE_PAUSE_S)):
-                if alone := self.disk.lock_file(handle):
-                    break
-                time.sleep(ALONE_PAUSE_S)
-            else:
-                self.pause(f"another process has been writing for {ALONE_S:.0f} s")
+    def charging(self, *, wait_s: float = ALONE_S) -> Iterator[bool]:
+        """Be the only process that makes the file system charge more for the directory, and know what it charges now. False:
+        another process was too long about it, or what it did could not be followed. Raises OSError."""
+        outermost = not self.marker.held
+        with self.marker.hold(charging=True, wait_s=wait_s) as alone:
+            if not alone and wait_s:
+                self.pause(f"another process has been writing for {wait_s:.0f} s")
+            if alone and outermost:
+                alone = self.follow()
+                if alone and (self.marker.unsure or self.opening):
+                    survey(self)
             yield alone
-        finally:
-            with contextlib.suppress(OSError):  # the lock ends with it
-                self.disk.close(handle)
+
+    @contextmanager
+    def charging_or_error(self) -> Iterator[None]:
+        """The same; OSError where `charging` says False."""
+        with self.charging() as alone:
+            if not alone:
+                raise OSError(errno.EAGAIN, "another process is adding", str(self.directory.root))
+            yield
 
     def _present(self, representation: Representation, keys: Sequence[bytes]) -> bool:
         with self.lock:
@@ -191,22 +214,24 @@ class Store:
             if mine and self.upkeep.journal.lost:
                 self._recreate()
 
-    def make_room(self, *, follow: Callable[[], bool]) -> None:
+    def make_room(self) -> None:
         """Evict what lies above the capacity (which may have been lowered since); only then reserve space for the journal."""
         try:
             with self.turn() as mine:
                 if not mine:
                     return
-                if self.allocated_bytes + self.slack_bytes <= self.capacity_bytes:
-                    return self.upkeep.reserve_ahead()
-                with self.alone() as alone:  # or somebody else fills the room meanwhile
-                    if not alone or not follow():
+                with self.charging() as alone:
+                    if not alone:
                         return
-                    missing = self.allocated_bytes + self._reserve_bytes - self.capacity_bytes
-                    if missing <= 0 or evict(self, missing, "capacity"):
-                        self.upkeep.reserve_ahead()
+                    missing = self.allocated_bytes + self.upkeep.reserve_bytes + ROOM_BYTES - self.capacity_bytes
+                    if missing > 0:
+                        evict(self, missing, "capacity")
+                    self.upkeep.reserve_ahead()
+                    self.marker.unsure = True  # an opening may have removed what others still count
         except OSError:  # whoever adds comes here again
             self.counters.add("make_room_failed")
+        finally:
+            self.opening = False
 
     def renew(self) -> bool:
         """Begin the journal anew, with all that it vouches for. False where that failed."""
@@ -248,6 +273,7 @@ class Store:
             if mine:
                 give_back_waiting(self)
                 with contextlib.suppress(OSError):
+                    self.promises.flush(at_last=True)
                     self.upkeep.flush_touches()
                     seal_segments(self, list(self.appending.values()))
                 self.upkeep.journal.close()
@@ -259,7 +285,9 @@ class Store:
 
     @property
     def allocated_bytes(self) -> int:
-        return self.books.allocated_bytes + self.upkeep.allocated_bytes + self.other_journals_bytes + 4096  # the marker
+        """What the file system charges for all files and folders, as far as it is known."""
+        journals = self.upkeep.allocated_bytes + self.other_journals_bytes
+        return self.books.allocated_bytes + journals + self.remains_bytes + sum(self.folders.values())
 
     @property
     def stopped(self) -> bool:
@@ -306,7 +334,12 @@ class Store:
         self.pauses.begin(why)
 
     def now_ms(self) -> int:
-        return milliseconds(self._wall_clock())
+        """What time it is, by a clock that does not jump while the directory is open."""
+        return milliseconds(self._time.now_s())
+
+    def steady_ms(self, wall_ms: int) -> int:
+        """Return when that was, by the same clock, which the wall clock noted as `wall_ms`; not later than now."""
+        return milliseconds(self._time.steady_s(wall_ms / 1000))
 
     # Failing and recovering; in turn.
 
@@ -330,6 +363,7 @@ class Store:
             lost = [s for s in self.books.segments.values() if not s.gone and s.opened and s.name not in there]
         for segment in lost:
             self.lost_segment(segment)
+        self.marker.unsure = True
         if self.upkeep.journal.lost:
             self.upkeep.begin()
             log.warning("disk tier %s: the directory was removed; it was made anew", self.directory.root)

@@ -14,16 +14,20 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
+import numpy as np
+
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
 from headstart.metrics import Counters
+from headstart.policy.retention import Retention
 from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
     Placement,
     Problem,
+    RawExtent,
     ReadRange,
     Terms,
     TierStatistics,
@@ -38,6 +42,7 @@ from headstart.tier.disk.pause import FULL, LOST
 from headstart.tier.disk.records import (
     BOUNDARY_STATE,
     PREFIX_BYTES,
+    USES,
     ExtentAdded,
     ExtentName,
     Record,
@@ -48,7 +53,9 @@ from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.tending import Tending
 
+DAY_MS = 86_400_000
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05
 FOLLOW_S = 1.0  # how long a lease or a write waits for its look at what other processes did
@@ -83,6 +90,8 @@ class DiskTier:
         self._look_due = clock() + REFRESH_INTERVAL_S
         self._leasing = Lock()  # first and last lease of an extent, so that its lock in the file is there when the count is
         self._held: dict[ExtentId, _Held] = {}
+        self._tending = Tending(store, self)
+        store.follow = lambda: self._follow(wait_s=FOLLOW_S)
 
     @classmethod
     def open(
@@ -90,12 +99,15 @@ class DiskTier:
         directory: Path,
         *,
         capacity_bytes: int,
+        min_free_bytes: int = 0,
         durability: Literal["none", "data"] = "none",
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        retention: Retention | None = None,
     ) -> DiskTier:
-        """Open or create a cache directory and find again what it holds. Raises FormatMismatch, TierUnavailable."""
+        """Open or create a cache directory and find again what it holds. Nothing is stored that would leave less than
+        `min_free_bytes` to others on its file system. Raises FormatMismatch, TierUnavailable."""
         if capacity_bytes < MIN_CAPACITY_BYTES:
             raise ValueError(f"a disk tier of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
         disk = RealDisk() if disk is None else disk
@@ -107,10 +119,12 @@ class DiskTier:
                 disk,
                 place,
                 capacity_bytes=capacity_bytes,
+                min_free_bytes=min_free_bytes,
                 sync=durability == "data",
                 clock=clock,
                 wall_clock=wall_clock,
                 counters=Counters(),
+                retention=Retention() if retention is None else retention,
             )
         except OSError as error:
             raise unavailable(directory, error) from error
@@ -118,7 +132,8 @@ class DiskTier:
             message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
             raise TierUnavailable(message, tier=cls.name, path=directory) from error
         tier = cls(store, others, bypasses_page_cache=direct, clock=clock)
-        store.make_room(follow=lambda: tier._follow(wait_s=FOLLOW_S))
+        store.counters.add("marker_rewritten", place.rewritten)
+        store.make_room()
         return tier
 
     def max_extent_bytes(self, representation: Representation) -> int:
@@ -141,7 +156,7 @@ class DiskTier:
         self._require_open()
         with self._store.lock:
             row = self._store.books.row(extent)
-            return None if row is None else self._store.books.info(row)
+            return None if row is None else self._store.books.info(row, now_ms=self._store.now_ms())
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
@@ -170,11 +185,37 @@ class DiskTier:
         self._counters.add("bytes_read", total)
         return total
 
+    def raw(self, extent: ExtentId) -> RawExtent | None:
+        store = self._store
+        if self._closed or not isinstance(store.disk, RealDisk):
+            return None
+        with store.lock:
+            row = store.books.row(extent)
+            place = None if row is None else store.books.place(row)
+        if place is None:
+            return None
+        segment, offset, _ = place
+        try:
+            handle = store.files.hold(segment)
+        except (StoreError, OSError):
+            return None  # `read` meets it too, counts it and draws the consequences
+        descriptor = store.disk.direct_descriptor(handle)
+        if descriptor is None:
+            store.files.let_go(segment)
+            return None
+        return RawExtent(extent, descriptor, offset, segment)
+
+    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
+        assert isinstance(raw.file, Segment)
+        self._store.files.let_go(raw.file)
+        self._counters.add("bytes_read", bytes_read)
+
     def write(
         self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
     ) -> WriteOutcome:
         self._require_open()
         _require_short(terms.retention)
+        _require_short(terms.tenant)
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
@@ -191,36 +232,79 @@ class DiskTier:
             _UNPLACED,
             image.nbytes,
             layout.header_bytes,
-            plausible_ms(header.created_ms),
+            self._store.steady_ms(plausible_ms(header.created_ms)),
             0,
             terms.retention,
             header.parent[:PREFIX_BYTES],
             prefixes,
             BOUNDARY_STATE if header.state_bytes else 0,
+            tenant=terms.tenant,
         )
-        return self._store.add(image, representation, added, keys=header.keys, follow=lambda: self._follow(wait_s=FOLLOW_S))
+        outcome = self._store.add(image, representation, added, keys=header.keys)
+        if outcome.stored:
+            there = self.locate(representation.digest, header.keys).extents
+            self._store.promises.keep([ExtentId(extent) for extent in np.unique(there).tolist()], terms)
+        return outcome
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
         self._store.touch(extents)
+        self._tending.joiner.note_use(extents)
+
+    @property
+    def uses(self) -> int:
+        """The counter of uses. It may be raised: directories that are one tier count together."""
+        return self._store.books.counter
+
+    def count_uses_from(self, uses: int) -> None:
+        with self._store.lock:
+            self._store.books.counter = max(self._store.books.counter, min(uses, USES - 2))
+
+    def representation(self, digest: bytes) -> Representation | None:
+        """Return the representation of which extents are or were here."""
+        with self._store.lock:
+            encoded = self._store.books.representations.get(digest)
+        return None if encoded is None else Representation.decode(encoded)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Keep to another capacity from now on."""
+        self._store.capacity_bytes = capacity_bytes
+        self._store.make_room()
+
+    @property
+    def room_bytes(self) -> int:
+        """How much could be written without evicting anything."""
+        return max(0, self._store.capacity_bytes - self._store.allocated_bytes)
+
+    def probe(self) -> None:
+        """Write, read back and remove a block. Raises OSError where the medium refuses."""
+        self._store.disk.probe(self._store.directory.journals)
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
-        pass
+        self._require_open()
+        _require_short(terms.retention)
+        self._store.promises.keep(extents, terms)
 
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
-        return [self.info(extent) is not None for extent in extents]
+        self._require_open()
+        return self._store.promises.pin(extents, until_ms)
 
     def unpin(self, extents: Sequence[ExtentId]) -> None:
-        pass
+        self._require_open()
+        self._store.promises.pin(extents, 0)
 
     def tend(self) -> bool:
-        return False
+        self._require_open()
+        if self._clock() >= self._look_due:
+            self.refresh()
+        return self._tending.step()
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
         _require_short(reason)
-        if reason == QUARANTINE:
-            self.refresh()  # what another process removed meanwhile is gone, not corrupt
+        self.refresh()  # what another process removed meanwhile is gone, and what it pinned stays
+        if reason != QUARANTINE:
+            extents = self._store.promises.unpinned(extents)
         return self._store.remove(extents, reason=reason)
 
     def refresh(self) -> None:
@@ -233,7 +317,8 @@ class DiskTier:
         self._require_open()
         with self._store.lock:
             books = self._store.books
-            found = [books.info(row) for row in books.living().tolist()]
+            now_ms = self._store.now_ms()
+            found = [books.info(row, now_ms=now_ms) for row in books.living().tolist()]
         return iter(found)
 
     def removals(self) -> list[Removal]:
@@ -251,7 +336,10 @@ class DiskTier:
                 live_bytes=store.books.live_bytes,
                 extents=store.books.extents,
                 blocks=store.books.blocks,
+                written_day_bytes=store.books.bytes_since(store.now_ms() - DAY_MS),
                 counters=self._counters.snapshot(),
+                live_bytes_by_class=store.books.bytes_by_class(),
+                live_bytes_by_tenant=store.books.bytes_by_tenant(),
             )
 
     def check(self) -> list[Problem]:
@@ -276,6 +364,7 @@ class DiskTier:
                 self._store.files.let_go(held.segment)
             self._held.clear()
         self._store.close()
+        self._tending.close()
         with self._refreshing:
             self._others.close()
 
@@ -430,7 +519,7 @@ class DiskTier:
 
     def _take_over(self, records: Sequence[Record]) -> None:
         with self._store.lock:
-            self._store.books.apply(records, own=False)
+            self._store.books.apply(records, own=False, now_ms=self._store.now_ms())
             self._store.other_journals_bytes = self._others.allocated_bytes
             self._store.incomplete = self._others.incomplete
 

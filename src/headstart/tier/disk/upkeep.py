@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from headstart.errors import StoreError
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.records import ExtentName, Record, Touched
-from headstart.tier.disk.removal import evict, give_back_waiting
+from headstart.tier.disk.removal import drop_files, evict, give_back_waiting
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
@@ -18,6 +20,7 @@ TOUCH_INTERVAL_S = 5.0
 VERIFY_INTERVAL_S = 10.0  # how often the own journal is read back: what is wrong in it, others cannot follow
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 _USES_A_RECORD = 4096
+_BLOCK_BYTES = 4096
 
 
 class Upkeep:
@@ -28,7 +31,7 @@ class Upkeep:
         self.allocated_bytes = journal.allocated_bytes
         self._store = store
         self._sync = sync
-        self._reserve_bytes = reserve_bytes
+        self.reserve_bytes = reserve_bytes  # kept ahead: a removal, which frees space, must fit when the disk is full
         self._touched: dict[ExtentName, int] = {}
         self._touch_due = store.clock() + TOUCH_INTERVAL_S
         self._verify_due = store.clock() + VERIFY_INTERVAL_S
@@ -41,22 +44,44 @@ class Upkeep:
             return
         if self.journal.broken:
             self.begin()
-        self.journal.append(records, sync=self._sync)
-        self._measure()
+        nbytes = self.journal.encoded_bytes(records)
+        with ExitStack() as stack:
+            if nbytes > self.journal.room_bytes:
+                stack.enter_context(self._store.charging_or_error())
+                self._make_room(nbytes)
+            try:
+                self.journal.append(records, sync=self._sync)
+            except OSError:
+                self._store.marker.unsure = True
+                raise
+            finally:
+                self._measure()
+        if self._store.marker.held and self.journal.room_bytes < self.reserve_bytes // 2:
+            self.reserve_ahead()
 
     def begin(self) -> None:
         """Go on in a new generation of the journal that says what the books say. Raises OSError, and then the old one stays."""
-        self.journal = self.journal.renew(self.snapshot(), now_ms=self._store.now_ms())
-        self.renew_at = self.journal.size + self._renew_bytes
-        self._measure()
+        store = self._store
+        with store.charging_or_error():
+            records = self.snapshot()
+            needed = self.journal.encoded_bytes(records) + _BLOCK_BYTES
+            if needed > (spare := store.capacity_bytes - store.allocated_bytes) and not self._is_over:
+                drop_files(store, needed - spare)
+                records = self.snapshot()
+            most = None if self._is_over else store.capacity_bytes - store.allocated_bytes
+            self.journal = self.journal.renew(records, now_ms=store.now_ms(), most_bytes=most)
+            self.renew_at = self.journal.size + self._renew_bytes
+            self._measure()
+            self.reserve_ahead()
 
     def reads_back(self) -> bool:
         """Whether others can follow the own journal; one that is begun anew before the next change counts as well."""
         return self.journal.broken or self.journal.reads_back()
 
     def reserve_ahead(self) -> None:
-        self.journal.reserve_ahead(self._reserve_bytes)
-        self._measure()
+        """Keep space behind the journal's end, as far as the capacity and the disk have it. The marker's lock is held."""
+        with contextlib.suppress(OSError):  # then the append that needs it will say so
+            self._reserve(self.reserve_bytes, at_least=0)
 
     def note_use(self, extent: ExtentName, used: int) -> None:
         """Remember a use until it is journalled. The books' lock is held."""
@@ -67,8 +92,14 @@ class Upkeep:
         return self._store.clock() >= self._touch_due
 
     def flush_touches(self) -> None:
+        """Journal uses, and what was promised since the last time."""
         store = self._store
         self._touch_due = store.clock() + TOUCH_INTERVAL_S
+        try:
+            store.promises.flush()
+        except OSError:
+            store.counters.add("touch_failed")
+            return
         with store.lock:
             uses, self._touched = list(self._touched.items()), {}
         for first in range(0, len(uses), _USES_A_RECORD):
@@ -76,7 +107,11 @@ class Upkeep:
             if store.allocated_bytes + store.slack_bytes > store.capacity_bytes:
                 break  # the order of use is kept in memory; it is not worth an extent
             try:
-                self.append([Touched(batch)])
+                with ExitStack() as stack:
+                    fits = self.journal.encoded_bytes([Touched(batch)]) <= self.journal.room_bytes
+                    if not fits and not stack.enter_context(store.charging(wait_s=0)):
+                        break  # as above: nobody waits for it
+                    self.append([Touched(batch)])
             except OSError:
                 store.counters.add("touch_failed")
                 return
@@ -85,7 +120,7 @@ class Upkeep:
         """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""
         try:
             give_back_waiting(self._store)
-            if self._touched and self.touches_due:
+            if (self._touched or self._store.promises.pending) and self.touches_due:
                 self.flush_touches()
             if self.journal.size >= self.renew_at:
                 self.renew_at = self.journal.size + self._renew_bytes
@@ -104,7 +139,7 @@ class Upkeep:
             self._renew(only_if_dead=False)
 
     def snapshot(self) -> list[Record]:
-        parts, records = self._store.books.snapshot(), list[Record]()
+        parts, records = self._store.books.snapshot(self._store.now_ms()), list[Record]()
         while True:
             with self._store.lock:  # for one part at a time: lookups go on
                 part = next(parts, None)
@@ -128,6 +163,33 @@ class Upkeep:
             store.counters.add("journal_renew_failed")
             return
         store.counters.add("journal_renewed")
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the capacity was lowered below what is there: then what frees space may take a little first."""
+        return self._store.allocated_bytes > self._store.capacity_bytes
+
+    def _make_room(self, nbytes: int) -> None:
+        try:
+            self._reserve(max(nbytes, self.reserve_bytes), at_least=nbytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            drop_files(self._store, nbytes + _BLOCK_BYTES)
+            self._reserve(nbytes, at_least=nbytes)
+
+    def _reserve(self, nbytes: int, *, at_least: int) -> None:
+        store = self._store
+        if not self._is_over:
+            spare = store.capacity_bytes - store.allocated_bytes
+            nbytes = min(nbytes, self.journal.room_bytes + spare // _BLOCK_BYTES * _BLOCK_BYTES)
+        if nbytes < at_least:
+            raise OSError(errno.ENOSPC, "the capacity leaves no room for the journal", str(store.directory.root))
+        try:
+            if nbytes > self.journal.room_bytes:
+                self.journal.reserve(nbytes)
+        finally:
+            self._measure()
 
     def _measure(self) -> None:
         with contextlib.suppress(OSError):  # what is written is written, whatever it is charged
