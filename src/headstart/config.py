@@ -27,21 +27,42 @@ from headstart.errors import ConfigError
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[str, Meta(extra={"size": ()})]  # `size` names the words and forms allowed beside a number of bytes
 SizeOrAuto = Annotated[str, Meta(extra={"size": ("auto",)})]
+Budget = Annotated[str, Meta(extra={"size": ("unlimited", "%")})]
 SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
+Spans = Annotated[str, Meta(extra={"check": "retention"})]
+Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
+RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     enabled: Annotated[bool, Meta(description="keep the KV of prompts for later requests and restarts")] = True
-    directory: Annotated[Path, Meta(description="where the disk tier lies; as private as the prompts")] = Path(
-        "~/.cache/headstart/kv"
-    )
+    directory: Annotated[
+        Path | tuple[Path, ...],
+        Meta(
+            extra={"paths": True},
+            description="where the disk tier lies, as private as the prompts; several (a list, or a:b) are one tier",
+        ),
+    ] = Path("~/.cache/headstart/kv")
     capacity: Annotated[SizeOrShare, Meta(description="of the disk tier: a size, or a share of the file system")] = "10%"
     memory: Annotated[Size, Meta(description='of the memory tier in front of the disk; "0" turns it off')] = "2GiB"
+    retention: Annotated[
+        Spans, Meta(description="how long each class of prompts is promised to stay, and after how long it goes in any case")
+    ] = RETENTION
+    quotas: Annotated[Quotas, Meta(description='most of the disk tier a tenant may have, e.g. "acme=20GiB, *=10%"')] = ""
     durability: Annotated[Literal["none", "data"], Meta(description='"none" or "data", which survives a power loss')] = "none"
+    write_budget: Annotated[
+        Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
+    ] = "30%"
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
     )
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories of the disk tier, at least one."""
+        paths = self.directory if isinstance(self.directory, tuple) else (self.directory,)
+        return tuple(path.expanduser() for path in paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +178,36 @@ def parse_size(text: str, *, of_bytes: int | None = None) -> int:
     raise ConfigError(f'{text!r} is not a size; write "20GiB", "500MB" or a number of bytes{share}', text=text)
 
 
+def parse_retention(text: str) -> dict[str, tuple[int, int | None]]:
+    """Return for each class (guaranteed, ceiling) in milliseconds, None where there is no ceiling. Raises ConfigError.
+
+    >>> parse_retention("agent=3d..30d, default=0s..")
+    {'agent': (259200000, 2592000000), 'default': (0, None)}
+    """
+    spans = {}
+    for name, span in _pairs(text, 'write "agent=3d..30d, default=0s.."'):
+        guaranteed, dots, ceiling = span.partition("..")
+        if not dots:
+            raise ConfigError(f'{name}={span}: write two times, "{span}..30d", or "{span}.." without a ceiling', text=text)
+        low, high = _duration_ms(guaranteed), _duration_ms(ceiling) if ceiling else None
+        if high is not None and high < max(low, 1):
+            raise ConfigError(f"{name}={span}: the ceiling is below what is guaranteed; write the longer time last", text=text)
+        spans[name] = (low, high)
+    return spans
+
+
+def parse_quotas(text: str) -> dict[str, str]:
+    """Return for each tenant a size or a share, which `parse_size` takes; "*" is every other one. Raises ConfigError.
+
+    >>> parse_quotas("acme=20GiB, *=10%")
+    {'acme': '20GiB', '*': '10%'}
+    """
+    quotas = dict(_pairs(text, 'write "acme=20GiB, *=10%"'))
+    for size in quotas.values():
+        parse_size(size, of_bytes=100)
+    return quotas
+
+
 def prefer_sleeping_threads() -> None:
     """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
 
@@ -177,6 +228,31 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
+
+
+_CHECKS = {"retention": parse_retention, "quotas": parse_quotas}
+_DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_MAX_DURATION_MS = 1000 * 366 * 86_400_000
+
+
+def _pairs(text: str, example: str) -> Iterable[tuple[str, str]]:
+    """Yield ("name", "value") of "name=value, name=value"."""
+    seen = set()
+    for pair in filter(None, map(str.strip, text.split(","))):
+        found = re.fullmatch(r"([^\s=]{1,64})\s*=\s*(\S.*)", pair)
+        if found is None or not found[1].isprintable():
+            raise ConfigError(f"{pair!r} is not a name of at most 64 letters, = and a value; {example}", text=text)
+        if found[1] in seen:
+            raise ConfigError(f"{found[1]!r} is named twice; write one value for it", text=text)
+        seen.add(found[1])
+        yield found[1], found[2]
+
+
+def _duration_ms(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
+    if found is None or found[2] not in _DURATIONS_MS:
+        raise ConfigError(f'{text!r} is not a time; write a number and s, m, h, d or w, as in "90s", "12h", "3d"', text=text)
+    return min(round(float(found[1]) * _DURATIONS_MS[found[2]]), _MAX_DURATION_MS)
 
 
 def _settings_of(cls: type, prefix: str) -> Iterable[Setting]:
@@ -248,9 +324,15 @@ def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
     if sizes is not None and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     try:
-        converted = msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
+        converted: Any
+        if _extra(setting.type, "paths"):
+            converted = _paths(value, strict=strict)
+        else:
+            converted = msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
         if sizes is not None and converted not in sizes:
             parse_size(converted, of_bytes=100 if "%" in sizes else None)
+        if check := _CHECKS.get(_extra(setting.type, "check")):
+            check(converted)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(
             f"configuration key {key!r} {where} cannot be {value!r}: {_told(error)} ({setting.help})", key=key, where=where
@@ -258,15 +340,33 @@ def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
     return _expanded(converted)
 
 
+def _paths(value: object, *, strict: bool) -> Path | tuple[Path, ...]:
+    """Return one path, or several: a list in the file, separated by colons where there are only texts."""
+    if isinstance(value, str) and not strict:
+        value = value.split(os.pathsep)
+    if not isinstance(value, (list, tuple)):
+        value = [value]
+    found = tuple(dict.fromkeys(_path(Path, one) for one in value))
+    if not found:
+        raise msgspec.ValidationError("Expected a path")
+    return found if len(found) > 1 else found[0]
+
+
 def _expanded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, value))
     return value.expanduser() if isinstance(value, Path) else value
 
 
 def _size_forms(kind: Any) -> tuple[str, ...] | None:
+    forms: tuple[str, ...] | None = _extra(kind, "size")
+    return forms
+
+
+def _extra(kind: Any, name: str) -> Any:
     for meta in get_args(kind):
-        if isinstance(meta, Meta) and meta.extra and "size" in meta.extra:
-            forms: tuple[str, ...] = meta.extra["size"]
-            return forms
+        if isinstance(meta, Meta) and meta.extra and name in meta.extra:
+            return meta.extra[name]
     return None
 
 

@@ -6,43 +6,117 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from headstart.policy.eviction import choose_victims
+from headstart.policy.eviction import Worth, choose_victims, worth_of
 
-extents = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 1000), st.booleans()), max_size=40)
+NOW = 50
+Row = tuple[int, int, bool, int]  # last used, promised until, held, parent
+rows = st.tuples(st.integers(0, 20), st.sampled_from([0, NOW - 1, NOW + 10, NOW + 20]), st.booleans(), st.integers(-1, 60))
 
 
-def choose(candidates: list[tuple[int, int, bool]], needed_bytes: int) -> list[int]:
-    used, nbytes, leased = (np.array(column) for column in zip(*candidates, strict=True)) if candidates else ([], [], [])
-    return choose_victims(
-        last_used=np.asarray(used, np.int64),
-        nbytes=np.asarray(nbytes, np.int64),
-        leased=np.asarray(leased, np.bool_),
-        needed_bytes=needed_bytes,
-    ).tolist()
+@st.composite
+def forests(draw: st.DrawFn) -> list[Row]:
+    """Extents of which each may continue one that stands before it."""
+    found = draw(st.lists(rows, max_size=40))
+    return [(used, until, held, parent % n if n and parent >= 0 else -1) for n, (used, until, held, parent) in enumerate(found)]
+
+
+def weigh(forest: list[Row]) -> Worth:
+    used, until, held, parents = zip(*forest, strict=True) if forest else ((), (), (), ())
+    return worth_of(
+        last_used=np.array(used, np.int64),
+        promised_ms=np.array(until, np.int64),
+        held=np.array(held, np.bool_),
+        parents=np.array(parents, np.int64),
+        now_ms=NOW,
+    )
+
+
+def choose(forest: list[Row], needed_bytes: int, *, nbytes: int = 10, wanted_bytes: int = 0) -> list[int]:
+    sizes = np.full(len(forest), nbytes, np.int64)
+    worth = weigh(forest)
+    return choose_victims(worth=worth, nbytes=sizes, needed_bytes=needed_bytes, wanted_bytes=wanted_bytes).tolist()
+
+
+def descendants(forest: list[Row], of: int) -> set[int]:
+    found = {of}
+    for n, (_, _, _, parent) in enumerate(forest):  # parents stand before their children
+        if parent in found:
+            found.add(n)
+    return found - {of}
 
 
 def test_the_least_recently_used_gives_way_first() -> None:
-    assert choose([(7, 10, False), (3, 10, False), (5, 10, False)], 15) == [1, 2]
+    assert choose([(7, 0, False, -1), (3, 0, False, -1), (5, 0, False, -1)], 15) == [1, 2]
 
 
 def test_nothing_gives_way_when_nothing_is_needed() -> None:
-    assert choose([(7, 10, False)], 0) == []
+    assert choose([(7, 0, False, -1)], 0) == []
     assert choose([], 10) == []
 
 
-@given(extents, st.integers(0, 5000))
-def test_victims_are_unleased_oldest_first_and_no_more_than_needed(
-    candidates: list[tuple[int, int, bool]], needed_bytes: int
-) -> None:
-    victims = choose(candidates, needed_bytes)
+def test_what_is_promised_goes_only_when_the_rest_is_not_enough() -> None:
+    forest = [(1, NOW + 1, False, -1), (9, NOW, False, -1), (5, 0, False, -1)]
+    assert choose(forest, 20) == [2, 1]
+    assert choose(forest, 21) == [2, 1, 0]
+
+
+def test_more_than_is_needed_goes_only_as_far_as_nothing_is_promised() -> None:
+    forest = [(1, NOW + 1, False, -1), (9, 0, False, -1), (5, 0, False, -1)]
+    assert choose(forest, 5, wanted_bytes=15) == [2, 1]
+    assert choose(forest, 5, wanted_bytes=100) == [2, 1]
+    assert choose(forest[:1], 5, wanted_bytes=100) == [0]
+
+
+def test_a_head_that_was_used_less_than_its_tail_outlives_it() -> None:
+    assert choose([(1, 0, False, -1), (9, 0, False, 0), (5, 0, False, -1)], 30) == [2, 1, 0]
+
+
+def test_a_promise_to_a_tail_is_one_to_its_head() -> None:
+    assert weigh([(1, 0, False, -1), (2, 0, False, 0), (3, NOW + 10, False, 1)]).promised_ms.tolist() == [NOW + 10] * 3
+
+
+def test_what_stands_before_something_held_goes_last() -> None:
+    assert choose([(1, 0, False, -1), (2, 0, True, 0), (9, NOW + 10, False, -1)], 30) == [2, 0]
+
+
+def test_parents_in_a_circle_end() -> None:
+    assert sorted(choose([(1, 0, False, 1), (2, 0, False, 0), (3, 0, False, 2)], 30)) == [0, 1, 2]
+
+
+def test_a_chain_of_a_thousand_goes_from_its_end() -> None:
+    forest: list[Row] = [(1000 - n, 0, False, n - 1) for n in range(1000)]
+    assert choose(forest, 10_000) == list(range(999, -1, -1))
+
+
+@given(forests(), st.integers(0, 500))
+def test_children_go_before_their_parents(forest: list[Row], needed_bytes: int) -> None:
+    victims = choose(forest, needed_bytes)
+    for place, victim in enumerate(victims):
+        free = {n for n in descendants(forest, victim) if not forest[n][2]}
+        assert free <= set(victims[:place])
+
+
+@given(forests(), st.integers(0, 500), st.integers(0, 500))
+def test_victims_are_free_ordered_and_no_more_than_needed(forest: list[Row], needed_bytes: int, wanted_bytes: int) -> None:
+    victims = choose(forest, needed_bytes, wanted_bytes=wanted_bytes)
+    worth = weigh(forest)
     assert len(set(victims)) == len(victims)
-    assert not any(candidates[v][2] for v in victims)
-    used = [candidates[v][0] for v in victims]
-    assert used == sorted(used)
-    spared = [used for n, (used, _, leased) in enumerate(candidates) if n not in victims and not leased]
-    freed = sum(candidates[v][1] for v in victims)
-    if freed < needed_bytes:
+    assert not any(forest[v][2] for v in victims)
+    order = [(worth.group[v], worth.last_used[v]) for v in victims]
+    assert order == sorted(order)
+    spared = [n for n, row in enumerate(forest) if n not in victims and not row[2]]
+    if needed_bytes and 10 * len(victims) < needed_bytes:
         assert not spared
-    elif victims:
-        assert freed - candidates[victims[-1]][1] < needed_bytes
-        assert all(candidates[victims[-1]][0] <= u for u in spared)
+    if needed_bytes and 10 * (len(victims) - 1) >= needed_bytes:
+        assert worth.group[victims[-1]] == 0, "a promise was broken for more than is needed"
+        assert 10 * (len(victims) - 1) < max(wanted_bytes, needed_bytes)
+
+
+@given(forests(), st.integers(1, 6))
+def test_a_whole_is_worth_what_is_best_in_it(forest: list[Row], groups: int) -> None:
+    member = np.arange(len(forest)) % groups
+    worth, whole = weigh(forest), weigh(forest).of_groups(member, groups)
+    for group in range(groups):
+        mine = member == group
+        assert whole.held[group] == worth.held[mine].any()
+        assert whole.last_used[group] == max(worth.last_used[mine].tolist(), default=0)

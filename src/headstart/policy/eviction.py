@@ -1,32 +1,98 @@
-"""Which extents give way. Pure: numbers in, victims out."""
+"""Which extents give way. Pure: numbers in, victims out.
+
+promised to nobody  →  promised (then a promise is broken)  →  those before an extent that may not go
+in each: the least recently used first, and an extent never before those that continue it
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+_UNPROMISED, _PROMISED, _LAST = 0, 1, 2
+_ROUNDS = 32  # each looks twice as far up; parents that lie in a circle, as only a damaged journal says, must end too
 
-def choose_victims(
-    *,
-    last_used: npt.NDArray[np.int64],
-    nbytes: npt.NDArray[np.int64],
-    leased: npt.NDArray[np.bool_],
-    needed_bytes: int,
-) -> npt.NDArray[np.int64]:
-    """Return the indices of candidates to remove, least recently used first, until `needed_bytes` come free. All that may go
-    where that is not enough: the caller compares the sum.
+_Numbers = npt.NDArray[np.int64]
 
-    `last_used` is a counter that grows with every use. A use counts the head of a prompt after its tail, so the tail of a
-    prefix gives way before its head, without which it could not be found.
 
-    >>> choose_victims(
-    ...     last_used=np.array([7, 3, 5]), nbytes=np.array([10, 10, 10]), leased=np.array([False, True, False]), needed_bytes=8
-    ... ).tolist()
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """How much each candidate is worth keeping, in columns; `held` ones may not go at all. An extent is worth at least as much
+    as those that continue it, which could not be found without it."""
+
+    held: npt.NDArray[np.bool_]
+    group: _Numbers
+    last_used: _Numbers
+    promised_ms: _Numbers  # until then
+    depth: _Numbers  # how many candidates it continues
+
+    def of_groups(self, member: _Numbers, groups: int) -> Worth:
+        """Return the worth of wholes that only go together: candidate i belongs to `member[i]`."""
+        held = np.zeros(groups, np.bool_)
+        np.logical_or.at(held, member, self.held)
+
+        def most(column: _Numbers) -> _Numbers:
+            found = np.zeros(groups, np.int64)
+            np.maximum.at(found, member, column)
+            return found
+
+        return Worth(held, most(self.group), most(self.last_used), most(self.promised_ms), most(self.depth))
+
+
+def worth_of(
+    *, last_used: _Numbers, promised_ms: _Numbers, held: npt.NDArray[np.bool_], parents: _Numbers, now_ms: int
+) -> Worth:
+    """Weigh candidates. `last_used`: a counter that grows with every use. `parents[i]`: which candidate the i-th continues, or
+    -1. 100,000 of them in chains of 100 take about 30 ms.
+
+    >>> worth = worth_of(last_used=np.array([3, 7]), promised_ms=np.array([0, 90]), held=np.array([False, False]),
+    ...                  parents=np.array([-1, 0]), now_ms=50)
+    >>> worth.last_used.tolist(), worth.promised_ms.tolist(), worth.depth.tolist()
+    ([7, 7], [90, 90], [0, 1])
+    """
+    group = np.where(held, _LAST, np.where(promised_ms > now_ms, _PROMISED, _UNPROMISED)).astype(np.int64)
+    last_used, promised_ms = last_used.astype(np.int64), promised_ms.astype(np.int64)  # copies
+    depth = most_of_descendants([group, last_used, promised_ms], parents)
+    return Worth(held, group, last_used, promised_ms, depth)
+
+
+def most_of_descendants(columns: list[_Numbers], parents: _Numbers) -> _Numbers:
+    """Raise each number of each column, in place, to the highest among the candidate and all that continue it; returns how many
+    candidates each one continues. In each round every candidate hands what it knows of 1, 2, 4 … generations below it to the
+    one as many generations above."""
+    above = parents.astype(np.int64)
+    depth = (above >= 0).astype(np.int64)
+    for _ in range(_ROUNDS):
+        lower = np.flatnonzero(above >= 0)
+        if not len(lower):
+            break
+        upper = above[lower]
+        for column in columns:
+            np.maximum.at(column, upper, column[lower])
+        depth[lower] += depth[upper]
+        above[lower] = above[upper]
+    return depth
+
+
+def choose_victims(*, worth: Worth, nbytes: _Numbers, needed_bytes: int, wanted_bytes: int = 0) -> _Numbers:
+    """Return the indices of candidates to remove, the least worthy first, until `needed_bytes` come free, and up to
+    `wanted_bytes` as long as no promise is broken for those. All that may go where that is not enough: the caller compares
+    the sum.
+
+    >>> nobody = np.array([-1, -1, -1])
+    >>> worth = worth_of(last_used=np.array([7, 3, 5]), promised_ms=np.array([0, 0, 0]), parents=nobody, now_ms=1,
+    ...                  held=np.array([False, True, False]))
+    >>> choose_victims(worth=worth, nbytes=np.array([10, 10, 10]), needed_bytes=8).tolist()
     [2]
     """
     if needed_bytes <= 0:
         return np.empty(0, np.int64)
-    free = np.flatnonzero(~leased)
-    order = free[np.argsort(last_used[free], kind="stable")]
+    free = np.flatnonzero(~worth.held)
+    order = free[np.lexsort((-worth.depth[free], worth.last_used[free], worth.group[free]))]
     freed = np.cumsum(nbytes[order])
-    return order[: int(np.searchsorted(freed, needed_bytes)) + 1].astype(np.int64)
+    needed = int(np.searchsorted(freed, needed_bytes)) + 1
+    wanted = int(np.searchsorted(freed, wanted_bytes)) + 1 if wanted_bytes > needed_bytes else needed
+    unpromised = int(np.count_nonzero(worth.group[free] == _UNPROMISED))
+    return order[: max(needed, min(wanted, unpromised))].astype(np.int64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,35 @@ class ReadRange:
 
 
 @dataclass(frozen=True, slots=True)
+class RawExtent:
+    """An extent in its file, which is held open until the tier's `let_go_raw`. `descriptor` bypasses the page cache."""
+
+    extent: ExtentId
+    descriptor: int
+    offset: int
+    file: object  # the tier's own
+
+
+class RawTier(Protocol):
+    """A tier whose extents may also be read straight from their files."""
+
+    def raw(self, extent: ExtentId) -> RawExtent | None:
+        """Return where a leased extent lies and hold its file open, or None where only `read` may read it. Never raises."""
+        ...
+
+    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None: ...
+
+
+@runtime_checkable
+class LanedTier(Protocol):
+    """A tier on several devices."""
+
+    def lane(self, extent: ExtentId) -> int:
+        """Return a number for the device that an extent is read from: each is given reading threads of its own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class WriteOutcome:
     """`stored`: the extent is in the tier after the call. `reason`: "written", "present" (already there), or why not: "full",
     "too-large", "stopped", "error", "quota" (the tenant's other extents may not go), "budget" (not worth today's writes)."""
@@ -95,6 +124,7 @@ class TierStatistics:
     extents: int
     blocks: int
     counters: dict[str, int]  # e.g. bytes_read, bytes_written, evicted_<reason>, quarantined_<reason>, write_failed_<reason>
+    written_day_bytes: int = 0  # of what is there, how much was written in the last 24 hours, by whatever process
     paused: str = ""  # why nothing is stored now; "" while it is
     live_bytes_by_class: dict[str, int] = field(default_factory=dict)
     live_bytes_by_tenant: dict[str, int] = field(default_factory=dict)
@@ -141,12 +171,15 @@ class Tier(Protocol):
         ...
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
-        """Promise extents at least what writing them now on these terms would promise. No promise is ever shortened."""
+        """Promise extents at least what writing them now on these terms would promise. No promise is ever shortened.
+
+        A tier that forgets with its process promises nothing."""
         ...
 
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
         """Keep extents from being evicted until a wall-clock time, None: until unpinned. False for those that are gone and for
-        those that would leave too little to everything else."""
+        those that would leave too little to everything else; always by a tier that forgets with its process. What is pinned is
+        not deleted either, unless it is "corrupt"."""
         ...
 
     def unpin(self, extents: Sequence[ExtentId]) -> None: ...

@@ -1,6 +1,7 @@
 """The memory tier: whole extent images, the same bytes as on a medium, in one arena of huge pages. Gone with the process.
 
-The least recently used extent that no lease protects gives way first. Its bytes were sealed in this process and lie in this
+The least recently used extent that no lease protects gives way first: what a class guarantees, pins and quotas are for tiers
+that outlive the process, and here nothing is promised. Its bytes were sealed in this process and lie in this
 process's memory, hence `trusted`: whoever loads from here need not verify them again.
 """
 
@@ -30,6 +31,7 @@ from headstart.tier.base import (
     TierStatistics,
     WriteOutcome,
 )
+from headstart.tier.index import PREFIX_BYTES
 
 _POSITION_BITS = 24  # an index entry packs extent id and the block's place in it into one int
 
@@ -43,6 +45,8 @@ class _Extent:
     region: Region
     created_ms: int
     retention: str
+    tenant: str
+    parent: bytes
     last_used: int
     leases: int = 0
 
@@ -153,6 +157,8 @@ class MemoryTier:
                 region=region,
                 created_ms=header.created_ms,
                 retention=terms.retention,
+                tenant=terms.tenant,
+                parent=header.parent[:PREFIX_BYTES],
                 last_used=self._uses,
             )
             self._extents[extent.id] = extent
@@ -163,13 +169,13 @@ class MemoryTier:
         return WriteOutcome(stored=True, reason="written")
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
-        pass
+        """Promise nothing: it could not be kept beyond the process."""
 
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
-        return [self.info(extent) is not None for extent in extents]
+        return [False] * len(extents)
 
     def unpin(self, extents: Sequence[ExtentId]) -> None:
-        pass
+        """Nothing is ever pinned here."""
 
     def tend(self) -> bool:
         return False
@@ -303,4 +309,7 @@ def _info(extent: _Extent) -> ExtentInfo:
         created_ms=extent.created_ms,
         last_used=extent.last_used,
         retention=extent.retention,
+        tenant=extent.tenant,
+        parent=extent.parent,
+        leased=extent.leases > 0,
     )

@@ -7,6 +7,7 @@ extent names nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,19 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
+from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentId, ExtentInfo
-from headstart.tier.disk.lookup import Lookup
+from headstart.tier.disk.kept import Kept
+from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import (
     PREFIX_BYTES,
     USES,
+    ClassRaised,
     ExtentAdded,
     ExtentName,
+    Pin,
+    Pinned,
+    Raise,
     Record,
     Removed,
     RepresentationDeclared,
@@ -32,12 +39,16 @@ from headstart.tier.disk.records import (
     Touched,
     removed_records,
 )
+from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
+ROW_MASK = (1 << _GENERATION_SHIFT) - 1
+_WAITING = 1 << 16  # promises and pins of extents that were not heard of yet, at most
 _PART = 256  # records of a snapshot at once: what a lookup may have to wait for
-_RECORD_BYTES, _DEAD_BYTES = 128, 32  # of a journal, about: of a record, and of an extent that is only named
+# Bytes of a journal, about: of a record, of an extent that is only named, and of one's promise and pin.
+_RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +72,8 @@ class Segment:
     allocated_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
-    rows: dict[int, int] = field(default_factory=dict)  # offset → row
-    dead: set[int] = field(default_factory=set)
+    rows: Rows = field(default_factory=Rows)  # by offset
+    dead: Offsets = field(default_factory=Offsets)
 
     @property
     def settled(self) -> bool:
@@ -84,19 +95,23 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Living extents in columns: ids, numbers of their segments, use counters, sizes, and whether this process leases them."""
+    """Living extents in columns: ids, numbers of their segments, use counters, sizes, whether this process leases them, until
+    when they are promised to stay, whether they are pinned now, and numbers of their tenants."""
 
     ids: npt.NDArray[np.int64]
     segments: npt.NDArray[np.int32]
     last_used: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     leased: npt.NDArray[np.bool_]
+    promised_ms: npt.NDArray[np.int64]
+    pinned: npt.NDArray[np.bool_]
+    tenants: npt.NDArray[np.int32]
 
 
 class Books:
     """Extents and segments by name and by key."""
 
-    def __init__(self, *, removals_kept: int = REMOVALS_KEPT) -> None:
+    def __init__(self, *, removals_kept: int = REMOVALS_KEPT, retention: Retention | None = None) -> None:
         self.representations: dict[bytes, bytes] = {}
         self.declared: set[bytes] = set()  # representations that the own journal declares
         self.segments: dict[SegmentName, Segment] = {}
@@ -108,13 +123,12 @@ class Books:
         self.blocks = 0
         self.extents = 0
         self._numbered: list[Segment] = []
-        self._lookups: dict[bytes, Lookup] = {}  # by representation
-        self._free: list[int] = []
+        self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
+        self._free = array("I")
         self._used_rows = 0
-        self._prefixes: list[bytes] = []
-        self._retention: list[str] = []
-        self._parents: list[bytes] = []
-        self._fields: list[bytes] = []
+        self._kept = Kept(Retention() if retention is None else retention)
+        self._fields: dict[int, bytes] = {}  # only of rows that have any
+        self._parent = np.zeros((64, PREFIX_BYTES), np.uint8)
         self._segment = np.zeros(64, np.int32)
         self._offset = np.zeros(64, np.int64)
         self._extent_bytes = np.zeros(64, np.int64)
@@ -128,19 +142,25 @@ class Books:
         self._removed_blocks = 0  # of all removals that are kept
         self._loading = True
         self._early_uses: list[Touched] = []
+        self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
+        self._waiting: dict[ExtentName, list[tuple[Raise | Pin, bool]]] = {}
 
     # What journals say.
 
-    def apply(self, records: Iterable[Record], *, own: bool) -> None:
-        """Take over records of one journal, in its order. `own`: it is this process's journal. Uses come last, while loading
-        after all journals: one journal may speak of a use before another one, read later, says that the extent was added."""
+    def apply(self, records: Iterable[Record], *, own: bool, now_ms: int = FOREVER_MS) -> None:
+        """Take over records of one journal, in its order. `own`: it is this process's journal. Uses and promises come last,
+        while loading after all journals: one may speak of them before another one, read later, says that the extent was added.
+        `now_ms`: what somebody's clock called later than that counts as now."""
         uses: list[Touched] = []
+        terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
         for record in records:
             match record:
                 case ExtentAdded():
-                    self._add(record, own=own)
+                    self._add(record, own=own, now_ms=now_ms)
                 case Touched():
                     uses.append(record)
+                case ClassRaised() | Pinned():
+                    terms.append((record, own, now_ms))
                 case Removed(time_ms, reason, extents, quarantined):
                     for name, prefixes in extents:
                         self._remove(Removal(time_ms, reason, name, prefixes, quarantined, own))
@@ -159,19 +179,20 @@ class Books:
                     self.counter = max(self.counter, counter)
         if self._loading:
             self._early_uses += uses
+            self._early_terms += terms
         else:
             self._use_all(uses)
+            self._keep_all(terms)
 
     def finish_loading(self) -> None:
         """Index what was applied so far, all at once; until then nothing is found by its keys."""
         self._loading = False
         uses, self._early_uses = self._early_uses, []
         self._use_all(uses)
-        rows_by_representation: dict[bytes, list[int]] = {}
-        for row in self.living().tolist():
-            rows_by_representation.setdefault(self.place(row)[0].representation, []).append(row)
-        for representation, rows in rows_by_representation.items():
-            self._lookup(representation).add_all(rows)
+        terms, self._early_terms = self._early_terms, []
+        self._keep_all(terms)
+        for index in self._indexes.values():
+            index.finish_loading()
 
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
@@ -197,6 +218,8 @@ class Books:
 
     def _open(self, record: SegmentOpened, *, own: bool) -> None:
         segment = self.segment(record.segment)
+        if segment.rows and segment.representation != record.representation:
+            return  # what is in it stands in another index; the file itself says which is right, when it is opened
         segment.representation = record.representation
         segment.header_bytes = record.header_bytes
         segment.capacity_bytes = record.capacity_bytes
@@ -205,7 +228,7 @@ class Books:
         segment.opened = True
         segment.recorded |= own
 
-    def _add(self, record: ExtentAdded, *, own: bool) -> None:
+    def _add(self, record: ExtentAdded, *, own: bool, now_ms: int) -> None:
         segment = self.segments.get(record.extent.segment)
         if segment is None or not segment.opened or segment.gone:
             return
@@ -216,22 +239,24 @@ class Books:
         if offset in segment.rows:
             self._use(record.extent, record.last_used)
         elif offset not in segment.dead:
-            self._enter(segment, record)
+            self._enter(segment, record, now_ms)
 
-    def _enter(self, segment: Segment, record: ExtentAdded) -> None:
+    def _enter(self, segment: Segment, record: ExtentAdded, now_ms: int) -> None:
         row = self._take_row()
         self._segment[row] = segment.number
         self._offset[row] = record.extent.offset
         self._extent_bytes[row] = record.extent_bytes
         self._header_bytes[row] = record.header_bytes
-        self._created_ms[row] = record.created_ms
+        self._created_ms[row] = created_ms = min(record.created_ms, now_ms)
         self._last_used[row] = record.last_used
         self._alive[row] = True
-        self._prefixes[row] = record.prefixes
-        self._retention[row] = record.retention
-        self._parents[row] = record.parent
+        self._kept.enter(
+            row, created_ms=created_ms, nbytes=record.extent_bytes, retention=record.retention, tenant=record.tenant
+        )
+        self._parent[row] = np.frombuffer(record.parent, np.uint8)
         self._flags[row] = record.flags
-        self._fields[row] = record.fields
+        if record.fields:
+            self._fields[row] = record.fields
         segment.rows[record.extent.offset] = row
         segment.live_bytes += record.extent_bytes
         self.live_bytes += record.extent_bytes
@@ -239,9 +264,14 @@ class Books:
         blocks = len(record.prefixes) // PREFIX_BYTES
         segment.blocks += blocks
         self.blocks += blocks
+        if self._waiting:
+            for said, own in self._waiting.pop(record.extent, ()):
+                self._keep(row, said, own=own)
+        keys, index = _split(record.prefixes), self._index(segment.representation)
         if self._loading:
-            return
-        self._lookup(segment.representation).add(row)
+            index.load(keys, np.array([row]), np.array([blocks]))
+        else:
+            index.insert(keys, row)
 
     def _use_all(self, records: Iterable[Touched]) -> None:
         for record in records:
@@ -254,6 +284,32 @@ class Books:
         row = None if segment is None else segment.rows.get(name.offset)
         if row is not None:
             self._last_used[row] = max(int(self._last_used[row]), used)
+
+    def _keep_all(self, records: Iterable[tuple[ClassRaised | Pinned, bool, int]]) -> None:
+        for record, own, now_ms in records:
+            said: Iterable[Raise | Pin]
+            if isinstance(record, ClassRaised):
+                early_ms = max(0, record.time_ms - now_ms)  # the clock that reckoned it was ahead
+                said = [Raise(name, max(0, until_ms - early_ms), retention) for name, until_ms, retention in record.raises]
+            else:
+                said = record.pins
+            for one in said:
+                segment = self.segments.get(one.extent.segment)
+                row = None if segment is None else segment.rows.get(one.extent.offset)
+                if row is not None:
+                    self._keep(row, one, own=own)
+                elif segment is not None and (segment.gone or one.extent.offset in segment.dead):
+                    pass  # it is no more
+                elif len(self._waiting) < _WAITING:
+                    self._waiting.setdefault(one.extent, []).append((one, own))
+
+    def _keep(self, row: int, said: Raise | Pin, *, own: bool) -> None:
+        self._kept.said[row] |= 2 if own else 1
+        if isinstance(said, Raise):
+            self._kept.promise(row, said.until_ms, said.retention, nbytes=int(self._extent_bytes[row]))
+        else:
+            self.counter = max(self.counter, said.counter)
+            self._kept.pin(row, said.until_ms, said.counter)
 
     def _remove(self, removal: Removal) -> None:
         if removal.prefixes and self.removals.maxlen:
@@ -277,14 +333,13 @@ class Books:
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
-        blocks = len(self._prefixes[row]) // PREFIX_BYTES
+        blocks = self._index(segment.representation).remove(row)
         segment.blocks -= blocks
         self.blocks -= blocks
-        if not self._loading:
-            self._lookup(segment.representation).remove(row)
+        self._kept.leave(row, nbytes=nbytes)
         self._alive[row] = False
         self._leases[row] = 0
-        self._prefixes[row] = b""
+        self._fields.pop(row, None)
         self._generation[row] += 1
         self._free.append(row)
 
@@ -292,9 +347,9 @@ class Books:
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Return (ids, positions), -1 in the ids where a block is absent."""
-        if representation not in self._lookups or not keys:
+        if representation not in self._indexes or not keys:
             return np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32)
-        rows, positions = self._lookups[representation].find(keys)
+        rows, positions = self._indexes[representation].lookup(keys)
         found = rows >= 0
         ids = np.where(found, rows | self._generation[rows] << _GENERATION_SHIFT, -1)
         return ids, np.where(found, positions, 0).astype(np.int32)
@@ -319,11 +374,17 @@ class Books:
     def name(self, row: int) -> ExtentName:
         return ExtentName(self._numbered[self._segment[row]].name, int(self._offset[row]))
 
-    def prefixes(self, row: int) -> bytes:
-        return self._prefixes[row]
+    def last_used(self, row: int) -> int:
+        return int(self._last_used[row])
 
-    def info(self, row: int) -> ExtentInfo:
-        prefixes = self._prefixes[row]
+    def prefixes(self, row: int) -> bytes:
+        return self._index(self._numbered[self._segment[row]].representation).keys(row).tobytes()
+
+    def info(self, row: int, *, now_ms: int = 0) -> ExtentInfo:
+        """Return what is known of an extent; a pin whose deadline is over is none."""
+        prefixes = self.prefixes(row)
+        expires_ms = int(self._kept.expires_ms(np.array([row]), self._created_ms[[row]])[0])
+        pinned_ms = self._kept.pinned_ms(row)
         return ExtentInfo(
             id=self.id_of(row),
             representation=self._numbered[self._segment[row]].representation,
@@ -333,14 +394,21 @@ class Books:
             extent_bytes=int(self._extent_bytes[row]),
             created_ms=int(self._created_ms[row]),
             last_used=int(self._last_used[row]),
-            retention=self._retention[row],
+            retention=self._kept.retention_of(row),
+            tenant=self._kept.tenant_of(row),
+            parent=self._parent[row].tobytes(),
+            guaranteed_until_ms=min(int(self._kept.promised_ms[row]), expires_ms),
+            expires_ms=None if expires_ms == FOREVER_MS else expires_ms,
+            pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
+            leased=bool(self._leases[row] > 0),
+            where=f"{self._numbered[self._segment[row]].name.file}, byte {self._offset[row]}",
         )
 
     def living(self) -> npt.NDArray[np.int64]:
         """Return the rows of all living extents."""
         return np.flatnonzero(self._alive[: self._used_rows])
 
-    def candidates(self) -> Candidates:
+    def candidates(self, now_ms: int) -> Candidates:
         """Return a copy of what a choice among all living extents needs."""
         rows = self.living()
         return Candidates(
@@ -349,7 +417,61 @@ class Books:
             last_used=self._last_used[rows],
             nbytes=self._extent_bytes[rows],
             leased=self._leases[rows] != 0,
+            promised_ms=np.minimum(self._kept.promised_ms[rows], self._kept.expires_ms(rows, self._created_ms[rows])),
+            pinned=np.isin(rows, self._kept.pinned(now_ms)),
+            tenants=self._kept.tenants[rows],
         )
+
+    def parents(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return for each extent the row in which the block before its first one is found, or -1."""
+        rows = ids & ROW_MASK
+        found = np.full(len(rows), -1, np.int64)
+        numbers, member = np.unique(self._segment[rows], return_inverse=True)
+        representations = [self._numbered[int(number)].representation for number in numbers]
+        for representation in dict.fromkeys(representations):
+            if representation in self._indexes:
+                mine = np.array([other == representation for other in representations], np.bool_)[member]
+                found[mine] = self._indexes[representation].lookup(self._parent[rows[mine]])[0]
+        return found
+
+    def expired(self, now_ms: int) -> list[ExtentId]:
+        """Return the extents that are older than their classes may grow, neither leased here nor pinned."""
+        rows = self.living()
+        over = self._kept.expires_ms(rows, self._created_ms[rows]) <= now_ms
+        rows = rows[over & (self._leases[rows] == 0)]
+        return [self.id_of(row) for row in np.setdiff1d(rows, self._kept.pinned(now_ms)).tolist()]
+
+    # On what terms extents are kept.
+
+    def keep(self, row: int, until_ms: int, retention: str) -> bool:
+        """Raise a promise, which the own journal will tell of; False where it says nothing new."""
+        self._kept.said[row] |= 2
+        return self._kept.promise(row, until_ms, retention, nbytes=int(self._extent_bytes[row]))
+
+    def is_pinned(self, row: int, now_ms: int) -> bool:
+        return self._kept.pinned_ms(row) > now_ms
+
+    def pinned_bytes(self, now_ms: int) -> int:
+        return int(self._extent_bytes[self._kept.pinned(now_ms)].sum())
+
+    def terms_records(self, rows: Iterable[int], *, now_ms: int, added: bool = False) -> list[Record]:
+        """Return the promises and pins of rows as a journal says them; `added`: it says as well that they were added."""
+        named = ((row, self.name(row), int(self._created_ms[row]) if added else None) for row in rows)
+        return self._kept.records(named, now_ms=now_ms)
+
+    def bytes_by_class(self) -> dict[str, int]:
+        return self._kept.bytes_by_class()
+
+    def bytes_by_tenant(self) -> dict[str, int]:
+        return self._kept.bytes_by_tenant()
+
+    def tenant_number(self, tenant: str) -> int:
+        return self._kept.tenant_number(tenant)
+
+    def bytes_since(self, created_ms: int) -> int:
+        """Return the bytes of living extents that were written since."""
+        rows = self.living()
+        return int(self._extent_bytes[rows[self._created_ms[rows] >= created_ms]].sum())
 
     def leases(self, row: int) -> int:
         """Return an extent's count of leases, or CONDEMNED."""
@@ -369,18 +491,23 @@ class Books:
         return min(self.counter + 1, USES - 1)
 
     def present(self, representation: bytes, keys: Sequence[bytes]) -> bool:
-        lookup = self._lookups.get(representation)
-        return lookup is not None and bool((lookup.find(keys)[0] >= 0).all())
+        index = self._indexes.get(representation)
+        return index is not None and bool((index.lookup(keys)[0] >= 0).all())
+
+    def sharing(self) -> Iterator[tuple[int, ...]]:
+        """Yield rows of extents that have a block in common."""
+        for index in self._indexes.values():
+            yield from index.sharing()
 
     # What a snapshot keeps.
 
-    def snapshot(self) -> Iterator[list[Record]]:
+    def snapshot(self, now_ms: int) -> Iterator[list[Record]]:
         """Yield, part by part, what the own journal must say when it starts anew. Segment by segment, so that damage inside
         costs one. Others' records may be applied between two parts: what they change, their journals say."""
         yield [Snapshot(self.counter, self.next_sequence), *map(RepresentationDeclared, self.representations.values())]
         for segment in list(self.segments.values()):
             if not segment.gone:
-                yield from self._segment_parts(segment)
+                yield from self._segment_parts(segment, now_ms)
         removals = [r for r in self.removals if r.recorded]
         for first in range(0, len(removals), _PART):
             part = removals[first : first + _PART]
@@ -395,6 +522,7 @@ class Books:
             _RECORD_BYTES * (len(segments) + len(self.removals) + sum(len(s.rows) for s in own))
             + PREFIX_BYTES * (self._removed_blocks + sum(s.blocks for s in own))
             + _DEAD_BYTES * dead
+            + _TERMS_BYTES * int(np.count_nonzero(self._kept.said[: self._used_rows][self._alive[: self._used_rows]]))
             + sum(map(len, self.representations.values()))
         )
 
@@ -410,20 +538,24 @@ class Books:
             int(self._header_bytes[row]),
             int(self._created_ms[row]),
             int(self._last_used[row]),
-            self._retention[row],
-            self._parents[row],
-            self._prefixes[row],
+            self._kept.retention_of(row),
+            self._parent[row].tobytes(),
+            self.prefixes(row),
             int(self._flags[row]),
-            self._fields[row],
+            self._fields.get(row, b""),
+            self._kept.tenant_of(row),
         )
 
-    def _segment_parts(self, segment: Segment) -> Iterator[list[Record]]:
+    def _segment_parts(self, segment: Segment, now_ms: int) -> Iterator[list[Record]]:
         if segment.recorded:
             yield [self.opened_record(segment)]
-            offsets = sorted(segment.rows)
-            for first in range(0, len(offsets), _PART):
-                part = [segment.rows.get(offset) for offset in offsets[first : first + _PART]]
-                yield [self.added_record(row) for row in part if row is not None]
+        offsets = sorted(segment.rows)
+        for first in range(0, len(offsets), _PART):
+            part = [row for offset in offsets[first : first + _PART] if (row := segment.rows.get(offset)) is not None]
+            added: list[Record] = [self.added_record(row) for row in part] if segment.recorded else []
+            # Promises to others' extents that only this journal may speak of; to the own ones whoever spoke of them.
+            said = [row for row in part if self._kept.said[row] & (3 if segment.recorded else 2)]
+            yield added + self.terms_records(said, now_ms=now_ms, added=segment.recorded)
         # Other journals may still say that these were added, as the segment's headers do if this journal is ever lost.
         dead: list[Record] = [
             *removed_records(0, "", [(ExtentName(segment.name, offset), b"") for offset in sorted(segment.dead)])
@@ -434,11 +566,11 @@ class Books:
 
     # Rows.
 
-    def _lookup(self, representation: bytes) -> Lookup:
-        lookup = self._lookups.get(representation)
-        if lookup is None:
-            lookup = self._lookups[representation] = Lookup(self._prefixes)
-        return lookup
+    def _index(self, representation: bytes) -> BlockIndex:
+        index = self._indexes.get(representation)
+        if index is None:
+            index = self._indexes[representation] = BlockIndex()
+        return index
 
     def _take_row(self) -> int:
         if self._free:
@@ -448,11 +580,8 @@ class Books:
             for name in _COLUMNS:
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            self._kept.grow()
         self._used_rows += 1
-        self._prefixes.append(b"")
-        self._retention.append("")
-        self._parents.append(b"")
-        self._fields.append(b"")
         return row
 
 
@@ -463,11 +592,16 @@ _COLUMNS = (
     "_header_bytes",
     "_created_ms",
     "_last_used",
+    "_parent",
     "_flags",
     "_leases",
     "_generation",
     "_alive",
 )
+
+
+def _split(prefixes: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(prefixes, np.uint8).reshape(-1, PREFIX_BYTES)
 
 
 def _digest(encoded: bytes) -> bytes:

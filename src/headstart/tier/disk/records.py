@@ -26,7 +26,7 @@ SKIPPABLE = 0x80  # a reader that does not know such a type passes over it
 MAX_PAYLOAD_BYTES = 16 << 20
 HEADER_BYTES = 80
 BOUNDARY_STATE = 1  # flag of an extent: its bytes end with a boundary state
-_CLASS = 1  # tag of an extent's field; 2 (tenant) and 3 (session) are reserved
+_CLASS, _TENANT = 1, 2  # tags of an extent's fields; 3 (session) is reserved
 _U31, _U62 = 1 << 31, 1 << 62  # what numbers of a record are below, so that sums of them fit into i32 and i64
 # What counts up is below these, far more than anybody counts in a life time: what is higher was never counted.
 SEQUENCES = GENERATIONS = 1 << 30
@@ -50,9 +50,8 @@ class RecordType(IntEnum):
     SEGMENT_SEALED = 3
     ADDED = 4
     TOUCHED = 5 | SKIPPABLE
-    CLASS_RAISED = 6 | SKIPPABLE  # reserved
-    PINNED = 7 | SKIPPABLE  # reserved
-    UNPINNED = 8 | SKIPPABLE  # reserved
+    CLASS_RAISED = 6 | SKIPPABLE
+    PINNED = 7 | SKIPPABLE
     REMOVED = 9
     QUARANTINED = 10
     SNAPSHOT = 11
@@ -63,6 +62,11 @@ class SegmentName(NamedTuple):
 
     writer: bytes
     sequence: int
+
+    @property
+    def file(self) -> str:
+        """The name of its file, folders left out."""
+        return f"{self.writer.hex()}-{self.sequence:08x}.seg"
 
 
 class ExtentName(NamedTuple):
@@ -100,7 +104,7 @@ class SegmentSealed:
 class ExtentAdded:
     """`parent`: the first 16 bytes of the key before the first block, or of the root. `prefixes`: those of each block's key,
     joined. `last_used`: the use counter, not a time. `fields`: framed fields that this version does not know, kept as they
-    are."""
+    are. `tenant`: who wrote it first, "" where there are none."""
 
     extent: ExtentName
     extent_bytes: int
@@ -112,6 +116,7 @@ class ExtentAdded:
     prefixes: bytes
     flags: int = 0
     fields: bytes = b""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,36 @@ class Touched:
     """Uses since the last such record: each extent with the counter's value at its use."""
 
     uses: tuple[tuple[ExtentName, int], ...]
+
+
+class Raise(NamedTuple):
+    """One extent's promise: not to go before `until_ms` while anything else may, and the class that it was given for that."""
+
+    extent: ExtentName
+    until_ms: int
+    retention: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRaised:
+    """Promises since the last such record. `time_ms`: what the clock said that reckoned them; of all promises that an extent
+    ever got, the latest end counts."""
+
+    time_ms: int
+    raises: tuple[Raise, ...]
+
+
+class Pin(NamedTuple):
+    """`until_ms`: the deadline, 0: unpinned. `counter`: the use counter's value for it; the highest is what counts."""
+
+    extent: ExtentName
+    until_ms: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    pins: tuple[Pin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +201,18 @@ class Unknown:
     payload: bytes
 
 
-Record = RepresentationDeclared | SegmentOpened | SegmentSealed | ExtentAdded | Touched | Removed | Snapshot | Unknown
+Record = (
+    RepresentationDeclared
+    | SegmentOpened
+    | SegmentSealed
+    | ExtentAdded
+    | Touched
+    | ClassRaised
+    | Pinned
+    | Removed
+    | Snapshot
+    | Unknown
+)
 
 
 def encode_journal_header(writer: bytes, generation: int, created_ms: int, *, host: bytes) -> bytes:
@@ -251,6 +297,9 @@ _OPENED = struct.Struct("<16sIIQQ32s")
 _SEALED = struct.Struct("<16sIQ")
 _ADDED = struct.Struct("<16sIQQIQQII16s")
 _USE = struct.Struct("<16sIQQ")
+_RAISED = struct.Struct("<16sIQQB")
+_TIME = struct.Struct("<Q")
+_PIN = struct.Struct("<16sIQQQ")
 _REMOVED = struct.Struct("<QIB")
 _GONE = struct.Struct("<16sIQI")
 _SNAPSHOT = struct.Struct("<QI")
@@ -274,6 +323,12 @@ def _encode(record: Record) -> tuple[int, bytes]:
             return RecordType.ADDED, _encode_added(record)
         case Touched(uses):
             return RecordType.TOUCHED, b"".join(_USE.pack(*extent.segment, extent.offset, used) for extent, used in uses)
+        case ClassRaised(time_ms, raises):
+            words = [raised.retention.encode() for raised in raises]
+            heads = [_RAISED.pack(*e.segment, e.offset, ms, len(word)) for (e, ms, _), word in zip(raises, words, strict=True)]
+            return RecordType.CLASS_RAISED, _TIME.pack(time_ms) + b"".join(map(bytes.__add__, heads, words))
+        case Pinned(pins):
+            return RecordType.PINNED, b"".join(_PIN.pack(*e.segment, e.offset, ms, counter) for e, ms, counter in pins)
         case Removed(time_ms, reason, extents, quarantined):
             word = reason.encode()
             parts = [_REMOVED.pack(time_ms, len(extents), len(word)), word]
@@ -298,7 +353,8 @@ def _encode_added(record: ExtentAdded) -> bytes:
         len(record.prefixes) // PREFIX_BYTES,
         record.parent,
     )
-    return fixed + record.prefixes + frame(_CLASS, record.retention.encode()) + record.fields
+    tenant = frame(_TENANT, record.tenant.encode()) if record.tenant else b""
+    return fixed + record.prefixes + frame(_CLASS, record.retention.encode()) + tenant + record.fields
 
 
 def _decode(kind: int, payload: memoryview) -> Record:
@@ -321,6 +377,13 @@ def _decode(kind: int, payload: memoryview) -> Record:
             uses = list(_USE.iter_unpack(payload))
             _require_below(USES, *(used for *_, used in uses))
             return Touched(tuple((ExtentName(SegmentName(w, s), offset), used) for w, s, offset, used in uses))
+        case RecordType.CLASS_RAISED:
+            return _decode_raised(payload)
+        case RecordType.PINNED:
+            pins = list(_PIN.iter_unpack(payload))
+            _require_below(_U62, *(number for _, _, offset, until, _ in pins for number in (offset, until)))
+            _require_below(USES, *(counter for *_, counter in pins))
+            return Pinned(tuple(Pin(ExtentName(SegmentName(w, s), offset), ms, counter) for w, s, offset, ms, counter in pins))
         case RecordType.REMOVED | RecordType.QUARANTINED:
             return _decode_removed(payload, quarantined=kind == RecordType.QUARANTINED)
         case RecordType.SNAPSHOT:
@@ -345,6 +408,9 @@ def _decode_added(payload: memoryview) -> ExtentAdded:
     (tag, retention), *others = unframe(bytes(payload[end:]))
     if tag != _CLASS:
         raise ValueError("an extent without a class")
+    tenant = ""
+    if others and others[0][0] == _TENANT:
+        tenant = others.pop(0)[1].decode()
     return ExtentAdded(
         ExtentName(SegmentName(writer, sequence), offset),
         nbytes,
@@ -356,12 +422,28 @@ def _decode_added(payload: memoryview) -> ExtentAdded:
         bytes(payload[_ADDED.size : end]),
         flags,
         b"".join(frame(*field) for field in others),
+        tenant,
     )
 
 
 def _require_below(limit: int, *numbers: int) -> None:
     if max(numbers, default=0) >= limit:
         raise ValueError("a number that no extent or file can have")
+
+
+def _decode_raised(payload: memoryview) -> ClassRaised:
+    (time_ms,) = _TIME.unpack_from(payload)
+    _require_below(_U62, time_ms)
+    at, raises = _TIME.size, []
+    while at < len(payload):
+        writer, sequence, offset, until_ms, length = _RAISED.unpack_from(payload, at)
+        _require_below(_U62, offset, until_ms)
+        at += _RAISED.size + length
+        if at > len(payload):
+            raise ValueError("lengths do not add up")
+        word = bytes(payload[at - length : at]).decode()
+        raises.append(Raise(ExtentName(SegmentName(writer, sequence), offset), until_ms, word))
+    return ClassRaised(time_ms, tuple(raises))
 
 
 def _decode_removed(payload: memoryview, *, quarantined: bool) -> Removed:
