@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from headstart.tier import index as index_module
 from headstart.tier.index import BlockIndex
 
 
@@ -27,91 +28,111 @@ def many(count: int, seed: int = 0) -> np.ndarray:
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """Few keys, so that inserts and removes meet; a third of them share their slot."""
+    """Few keys, so that extents share blocks; a third of the keys share their slot. A pass goes on by two rows at a time, so
+    that everything also happens in its middle."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        for name, value in {"_PASS_ROWS": 2, "_PASS_RATE": 1, "_MIN_ROWS": 8, "_MIN_SLOTS": 64, "_BATCH": 5}.items():
+            self.patch.setattr(index_module, name, value)
         self.index = BlockIndex()
-        self.model: dict[bytes, tuple[int, int]] = {}
+        self.model: dict[int, list[bytes]] = {}  # extents in the order in which they came
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def holder(self, key: bytes) -> tuple[int, int]:
+        return next(((extent, keys.index(key)) for extent, keys in self.model.items() if key in keys), (-1, -1))
 
     keys = st.lists(st.integers(0, 90).map(lambda n: colliding(n) if n % 3 == 0 else key(n)), max_size=40)
 
-    @rule(keys=keys, extent=st.integers(0, 5), first_position=st.integers(0, 9))
-    def insert(self, keys, extent, first_position):
-        want = []
-        for position, one in enumerate(keys, first_position):
-            want.append(one not in self.model)
-            self.model.setdefault(one, (extent, position))
-        assert self.index.insert(keys, extent, first_position).tolist() == want
+    @rule(keys=keys, extent=st.integers(0, 12))
+    def insert(self, keys, extent):
+        if extent in self.model:
+            return
+        known = {one for some in self.model.values() for one in some}
+        want = [one not in known and one not in keys[:at] for at, one in enumerate(keys)]
+        assert self.index.insert(keys, extent).tolist() == want
+        if keys:
+            self.model[extent] = keys
 
-    @rule(runs=st.lists(st.tuples(st.integers(0, 5), keys), max_size=4))
-    def insert_extents(self, runs):
-        want = []
-        for extent, some in runs:
-            for position, one in enumerate(some):
-                want.append(one not in self.model)
-                self.model.setdefault(one, (extent, position))
-        extents = np.array([extent for extent, _ in runs], np.int64)
-        blocks = np.array([len(some) for _, some in runs], np.int64)
-        assert self.index.insert_extents([one for _, some in runs for one in some], extents, blocks).tolist() == want
+    @rule(extent=st.integers(0, 12))
+    def remove(self, extent):
+        assert self.index.remove(extent) == len(self.model.pop(extent, []))
 
-    @rule(keys=keys, extent=st.integers(0, 5))
-    def remove(self, keys, extent):
-        want = []
-        for one in keys:
-            want.append(self.model.get(one, (None,))[0] == extent)
-            if want[-1]:
-                del self.model[one]
-        assert self.index.remove(keys, extent).tolist() == want
+    @rule()
+    def begin_a_pass(self):
+        self.index._go_on(self.index._used)
+        self.index._begin_pass(0)
+
+    @rule()
+    def load_anew(self):
+        self.index = BlockIndex()
+        for extents in (list(self.model)[:3], list(self.model)[3:]):
+            keys = [one for extent in extents for one in self.model[extent]]
+            blocks = np.array([len(self.model[extent]) for extent in extents], np.int64)
+            self.index.load(keys, np.array(extents, np.int64), blocks)
+        assert self.index.lookup([key(1), colliding(3)])[0].tolist() == [-1, -1]
+        self.index.finish_loading()
 
     @rule(keys=keys)
     def lookup(self, keys):
         extents, positions = self.index.lookup(keys)
-        absent = (-1, -1)
-        assert list(zip(extents.tolist(), positions.tolist(), strict=True)) == [self.model.get(one, absent) for one in keys]
+        assert list(zip(extents.tolist(), positions.tolist(), strict=True)) == [self.holder(one) for one in keys]
+
+    @invariant()
+    def every_extent_has_its_blocks(self):
+        for extent in range(13):
+            blocks = [one[:16] for one in self.model.get(extent, [])]
+            assert [bytes(one) for one in self.index.keys(extent)] == blocks
+            assert self.index.count(extent) == len(blocks)
 
     @invariant()
     def counts_agree(self):
-        assert len(self.index) == len(self.model)
+        assert len(self.index) == len({one for keys in self.model.values() for one in keys})
+
+    @invariant()
+    def every_probe_ends(self):
+        assert np.count_nonzero(self.index._table) == self.index._taken <= 0.6 * len(self.index._table)
 
 
-IndexAgainstDict.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+IndexAgainstDict.TestCase.settings = settings(max_examples=40, stateful_step_count=50)
 test_it_answers_as_a_dict_does = IndexAgainstDict.TestCase
 
 
 def test_many_inserts_and_removes_leave_exactly_what_a_dict_has():
-    """Past every threshold: growing rows, doubling tables, packing after removes, coming back."""
+    """Past every threshold: growing rows, longer tables, packing after removes, coming back."""
     source = np.random.default_rng(7)
-    keys = many(30_000)
+    keys = many(60_000)
     index, model = BlockIndex(), {}
-    for turn in range(300):
-        batch = source.choice(len(keys), source.integers(1, 400), replace=False)
-        extent = int(source.integers(0, 40))
-        if turn % 5 < (2 if turn < 150 else 3):
-            want = []
-            for position, at in enumerate(batch.tolist()):
-                want.append(at not in model)
-                model.setdefault(at, (extent, position))
-            assert index.insert(keys[batch], extent).tolist() == want
+    passes = 0
+    for turn in range(3000):
+        if turn % 7 < (5 if turn < 1500 else 3) or not model:
+            first, count = int(source.integers(0, len(keys) - 100)), int(source.integers(1, 100))
+            extent = next(one for one in range(4000) if one not in model)
+            index.insert(keys[first : first + count], extent)
+            model[extent] = (first, count)
         else:
-            extent = int(source.integers(0, 40))
-            batch = np.array([at for at, place in model.items() if place[0] == extent] + batch.tolist()[:50])
-            batch = np.unique(batch)
-            want = [model.get(at, (None,))[0] == extent for at in batch.tolist()]
-            assert index.remove(keys[batch], extent).tolist() == want
-            model = {at: place for at, place in model.items() if place[0] != extent or at not in batch}
-        assert len(index) == len(model)
+            extent = list(model)[int(source.integers(0, len(model)))]
+            assert index.remove(extent) == model.pop(extent)[1]
+        passes += index._old is not None
+    assert passes > 50
+    want = np.full((len(keys), 2), -1)
+    for extent, (first, count) in reversed(model.items()):
+        want[first : first + count] = np.stack([np.full(count, extent), np.arange(count)], axis=1)
     extents, positions = index.lookup(keys)
-    assert list(zip(extents.tolist(), positions.tolist(), strict=True)) == [model.get(i, (-1, -1)) for i in range(len(keys))]
+    assert (extents == want[:, 0]).all()
+    assert (positions == want[:, 1]).all()
 
 
-@given(st.integers(1, 3000), st.integers(0, 3000))
-def test_a_table_is_never_so_full_that_a_probe_cannot_end(count, removed):
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_a_table_is_never_so_full_that_a_probe_cannot_end(count, kept):
     keys = many(count, seed=count)
     index = BlockIndex()
-    for at in range(0, count, 700):
-        index.insert(keys[at : at + 700], 1)
-        index.remove(keys[: min(removed, at)], 1)
+    for at in range(0, count, 70):
+        index.insert(keys[at : at + 70], at)
+        index.remove(at - kept)
         assert np.count_nonzero(index._table) <= 0.6 * len(index._table)
     extents, _ = index.lookup(many(500, seed=10_000))
     assert (extents == -1).all()
@@ -121,34 +142,47 @@ def test_a_full_looking_neighbourhood_ends_its_probe():
     """600 keys that all start at one slot fill a run without a gap; looking up one more walks it to its end."""
     keys = [colliding(number) for number in range(600)]
     index = BlockIndex()
-    assert index.insert(keys, 3).all()
+    for extent in (0, 1):
+        assert index.insert(keys[extent::2], extent).all()
     extents, positions = index.lookup([*keys, colliding(600)])
-    assert extents.tolist() == [3] * 600 + [-1]
-    assert positions.tolist() == [*range(600), -1]
-    assert index.remove(keys[::2], 3).all()
-    assert index.lookup(keys)[0].tolist() == [-1, 3] * 300
+    assert extents.tolist() == [0, 1] * 300 + [-1]
+    assert positions.tolist() == [at // 2 for at in range(600)] + [-1]
+    assert index.remove(0) == 300
+    assert index.lookup(keys)[0].tolist() == [-1, 1] * 300
 
 
-def test_of_equal_keys_in_one_batch_the_first_counts():
+def test_of_equal_keys_in_one_extent_the_first_counts():
     index = BlockIndex()
     assert index.insert([key(1), key(2), key(1)], 7).tolist() == [True, True, False]
     assert index.lookup([key(1)])[1].tolist() == [0]
-    assert index.remove([key(2), key(2)], 7).tolist() == [True, False]
-    assert index.insert([key(2), key(2)], 8, 5).tolist() == [True, False]
-    assert index.lookup([key(2)])[1].tolist() == [5]
     assert len(index) == 2
+    assert index.insert([key(1)], 8).tolist() == [False]
+    assert index.remove(7) == 3
+    assert index.lookup([key(1), key(2)])[0].tolist() == [8, -1]
+    assert index.remove(8) == 1
+    assert len(index) == 0
 
 
-def test_a_known_block_keeps_its_place_and_only_its_extent_can_remove_it():
+def test_a_block_is_found_in_the_extent_that_came_first_for_as_long_as_that_is_there():
+    index = BlockIndex()
+    for extent in (7, 8, 3):
+        assert index.insert([key(0), key(extent)], extent).tolist() == [extent == 7, True]
+    for extent in (7, 8, 3):
+        assert index.lookup([key(0)])[0].tolist() == [extent]
+        assert index.remove(extent) == 2
+    assert index.lookup([key(0)])[0].tolist() == [-1]
+    assert len(index._several) == 0
+
+
+def test_an_extent_comes_once():
     index = BlockIndex()
     index.insert([key(1)], 7)
-    assert not index.insert([key(1)], 8).any()
-    assert not index.remove([key(1)], 8).any()
-    assert index.lookup([key(1)])[0].tolist() == [7]
-    assert index.remove([key(1)], 7).all()
-    assert not index.remove([key(1)], 7).any()
-    assert index.insert([key(1)], 8).all()
-    assert index.lookup([key(1)])[0].tolist() == [8]
+    with pytest.raises(ValueError, match="already"):
+        index.insert([key(2)], 7)
+    with pytest.raises(ValueError, match="already"):
+        index.load([key(2), key(3)], np.array([8, 8]), np.array([1, 1]))
+    assert index.remove(9) == 0
+    assert index.lookup([key(1), key(2)])[0].tolist() == [7, -1]
 
 
 def test_keys_come_as_bytes_of_either_length_or_as_rows():
@@ -167,7 +201,7 @@ def test_keys_come_as_bytes_of_either_length_or_as_rows():
     ):
         assert index.lookup(same)[1].tolist() == list(range(10))
     assert index.lookup([])[0].tolist() == []
-    assert index.insert([], 1).tolist() == index.remove([], 1).tolist() == []
+    assert index.insert([], 2).tolist() == index.keys(2).tolist() == []
     assert index.lookup(np.empty((0, 32), np.uint8))[0].tolist() == []
 
 
@@ -177,42 +211,34 @@ def test_what_is_no_key_is_refused(keys):
         BlockIndex().lookup(keys)
 
 
-@pytest.mark.parametrize(("extent", "first_position"), [(-1, 0), (2**32 - 1, 0), (0, -1), (0, 2**31)])
-def test_numbers_that_do_not_fit_a_row_are_refused(extent, first_position):
+@pytest.mark.parametrize("extent", [-1, 2**32 - 1])
+def test_numbers_that_do_not_fit_a_row_are_refused(extent):
     index = BlockIndex()
     with pytest.raises(ValueError, match="does not fit"):
-        index.insert([key(1)], extent, first_position)
+        index.insert([key(1)], extent)
     assert len(index) == 0
+    assert index.remove(extent) == 0
 
 
 @pytest.mark.parametrize(("extents", "blocks"), [([1], [1]), ([1, 2], [2]), ([], []), ([1, 2], [2, 1])])
 def test_extents_and_blocks_that_do_not_cover_the_keys_are_refused(extents, blocks):
     with pytest.raises(ValueError, match="2 keys"):
-        BlockIndex().insert_extents([key(1), key(2)], np.array(extents, np.int64), np.array(blocks, np.int64))
+        BlockIndex().load([key(1), key(2)], np.array(extents, np.int64), np.array(blocks, np.int64))
 
 
-def test_the_largest_numbers_come_back():
-    index = BlockIndex()
-    index.insert([key(1)], 2**32 - 2, 2**31 - 1)
-    extents, positions = index.lookup([key(1)])
-    assert (extents.tolist(), positions.tolist()) == ([2**32 - 2], [2**31 - 1])
-    assert not index.remove([key(1)], 2**32 - 1).any()
-    assert not index.remove([key(1)], -1).any()
-
-
-def test_a_block_takes_at_most_64_bytes_while_growing_and_after_removes():
+def test_a_block_takes_at_most_64_bytes_while_growing_and_while_shrinking():
     keys = many(200_000)
     index = BlockIndex()
     worst = 0.0
-    for at in range(0, len(keys), 1000):
-        index.insert(keys[at : at + 1000], at // 1000)
+    for at in range(0, len(keys), 10):
+        index.insert(keys[at : at + 10], at // 10)
         if len(index) >= 10_000:
             worst = max(worst, index.nbytes / len(index))
-    for at in range(0, len(keys) - 10_000, 1000):
-        assert index.remove(keys[at : at + 1000], at // 1000).all()
-        worst = max(worst, index.nbytes / len(index))
+    for at in range(0, len(keys) - 20_000, 10):
+        assert index.remove(at // 10) == 10
+        worst = max(worst, (index.nbytes - index._firsts.nbytes - index._counts.nbytes) / len(index))
     assert worst <= 64
-    assert index.lookup(keys)[0].tolist() == [-1] * 190_000 + [at // 1000 for at in range(190_000, 200_000)]
+    assert index.lookup(keys)[0].tolist() == [-1] * 180_000 + [at // 10 for at in range(180_000, 200_000)]
 
 
 def test_it_says_what_it_holds():

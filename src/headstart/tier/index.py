@@ -1,13 +1,17 @@
-"""Which extent holds a block: numbers in arrays instead of a million Python objects, 30 to 54 bytes a block. No I/O, no lock.
+"""Which extent holds a block, and which blocks an extent holds: numbers in arrays, 27 to 50 bytes a block. No I/O, no lock.
 
-    table  u32, a power of two long, at most 0.6 full          rows, dense, in the order of insertion
-    ┌───┬───┬───┬───┬───┬───┬───┬───┐                           ┌────────────────┬────────┬──────────┐
-    │ 0 │ 3 │ 0 │ 1 │ 2 │ 0 │ 0 │ 0 │  row number + 1 ─────────▶│ 16 bytes of key│ extent │ position │
-    └───┴───┴───┴───┴───┴───┴───┴───┘  0 = empty, ends a probe  └────────────────┴────────┴──────────┘
+    table  u32, at most 0.6 full                               rows: the blocks of an extent side by side, its *run*
+    ┌───┬───┬───┬───┬───┬───┬───┬───┐                           ┌────────────────┬────────┐   ◀── first row of the
+    │ 0 │ 3 │ 0 │ 1 │ 2 │ 0 │ 0 │ 0 │  row number + 1 ─────────▶│ 16 bytes of key│ extent │       extent, rows of it
+    └───┴───┴───┴───┴───┴───┴───┴───┘  0 = empty, ends a probe  └────────────────┴────────┘
 
-Keys are SHA-256, so their own bits choose the slot; a taken slot sends the probe to the next. A removed block keeps its row and
-slot, marked dead, until a quarter of the rows is dead: then rows are packed and the table is built anew. One index serves one
-representation; whoever owns it holds the lock.
+Keys are SHA-256, so their own bits choose the slot; a taken slot sends the probe to the next. What a slot says is only ever a
+hint: the row is compared, so a slot that outlived its row does no harm but take room.
+
+A removed extent leaves dead rows. When an eighth of the rows is dead, or the table is full, a *pass* begins: rows are slid
+down and entered into a new table, a few at every change, so that nobody waits for all of it. Until it is through, the old
+table tells of the rows that it has not reached. Of several extents with a block the one that came first is found; its row is
+the lowest, since sliding keeps the order. One index serves one representation; whoever owns it holds the lock.
 """
 
 from __future__ import annotations
@@ -21,20 +25,27 @@ PREFIX_BYTES = 16
 
 _DEAD = 0xFFFF_FFFF  # stands for the extent in the row of a removed block
 _MAX_LOAD_NUM, _MAX_LOAD_DEN = 3, 5  # at most 0.6 of the slots are taken, so every probe meets an empty one
+_ROOM_NUM, _ROOM_DEN = 4, 3  # a new table has room for a third more rows: a pass is through before that is used up
+_DEAD_SHARE = 8  # a pass begins when such a part of the rows is dead
+_PASS_ROWS, _PASS_RATE = 256, 16  # rows that a pass goes on by with every change, at least, and for each row of it
 _MIN_SLOTS = 1024
 _MIN_ROWS = 512
-_BATCH = 1 << 16  # rows placed at once while a table is built; bounds the scratch arrays
+_GROWTH_ROWS = 1 << 16  # rows that are added at most at once ahead of need: what is new is zeroed, while lookups wait
+_FEW = 128
+_ONE, _EIGHT = np.arange(1, 2), np.arange(1, 9)
+_BATCH = 1 << 15  # rows entered at once; bounds the scratch arrays
 
 Keys = Sequence[bytes] | npt.NDArray[np.uint8]
 _Prefixes = npt.NDArray[np.uint64]  # [n, 2]
 _Rows = npt.NDArray[np.int64]
+_Table = npt.NDArray[np.uint32]
 
 
 class BlockIndex:
     """Blocks by the first 16 bytes of their key: where each lies, as (extent, position).
 
     >>> index = BlockIndex()
-    >>> index.insert([b"a" * 32, b"b" * 32], extent=7, first_position=0).tolist()
+    >>> index.insert([b"a" * 32, b"b" * 32], extent=7).tolist()
     [True, True]
     >>> extents, positions = index.lookup([b"b" * 32, b"c" * 32])
     >>> extents.tolist(), positions.tolist()
@@ -44,165 +55,317 @@ class BlockIndex:
     def __init__(self) -> None:
         self._used = 0  # rows in use, dead ones included
         self._dead = 0
+        self._taken = 0  # slots of the table
+        self._again = 0  # living rows that are not found, because an earlier one with the same block is
         self._prefixes: _Prefixes = np.zeros((_MIN_ROWS, 2), np.uint64)
-        self._places: npt.NDArray[np.uint32] = np.zeros((_MIN_ROWS, 2), np.uint32)  # extent, position
-        self._table: npt.NDArray[np.uint32] = np.zeros(_MIN_SLOTS, np.uint32)
+        self._extents: npt.NDArray[np.uint32] = np.zeros(_MIN_ROWS, np.uint32)
+        self._table: _Table = np.zeros(_MIN_SLOTS, np.uint32)
+        self._firsts: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)  # of each extent, its first row
+        self._counts: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)  # of each extent, its rows; 0: it is not here
+        self._several: dict[bytes, list[int]] = {}  # blocks that several extents hold, in the order in which they came
+        self._loading = False
+        # A pass: the table that it replaces, the row that it looks at next, and where that one goes.
+        self._old: _Table | None = None
+        self._reading = 0
+        self._writing = 0
 
     def __len__(self) -> int:
-        return self._used - self._dead
+        """Return how many different blocks there are."""
+        return self._used - self._dead - self._again
 
     def __repr__(self) -> str:
         return f"<BlockIndex {len(self)} blocks, {self.nbytes} bytes>"
 
     @property
     def nbytes(self) -> int:
-        return self._prefixes.nbytes + self._places.nbytes + self._table.nbytes
+        """Return the bytes of all arrays. A block that several extents hold takes some hundred more."""
+        tables = self._table.nbytes + (0 if self._old is None else self._old.nbytes)
+        return tables + self._prefixes.nbytes + self._extents.nbytes + self._firsts.nbytes + self._counts.nbytes
 
     def lookup(self, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Return (extents, positions) of `keys`, -1 in both where a block is absent."""
-        rows = self._find(_prefixes(keys))
+        prefixes = _prefixes(keys)
+        rows = self._living(self._table, prefixes)
+        if self._old is not None:
+            missing = np.flatnonzero(rows < 0)
+            rows[missing] = self._living(self._old, prefixes[missing])
         extents = np.full(len(rows), -1, np.int64)
         positions = np.full(len(rows), -1, np.int32)
         known = np.flatnonzero(rows >= 0)
-        places = self._places[rows[known]]
-        alive = places[:, 0] != _DEAD
-        known = known[alive]
-        extents[known] = places[alive, 0]
-        positions[known] = places[alive, 1]
+        holders = self._extents[rows[known]]
+        extents[known] = holders
+        positions[known] = rows[known] - self._firsts[holders]
         return extents, positions
 
-    def insert(self, keys: Keys, extent: int, first_position: int = 0) -> npt.NDArray[np.bool_]:
-        """Note that `extent` holds `keys` at first_position, first_position+1, … Returns which blocks were absent; a block
-        that is known already keeps its place, and of two equal keys in `keys` the first counts. Raises ValueError for an
-        extent or a position that a row cannot hold."""
+    def keys(self, extent: int) -> npt.NDArray[np.uint8]:
+        """Return the first 16 bytes of each of an extent's keys, in order, as a copy; none for one that is not here."""
+        start, end = self._run(extent)
+        return self._prefixes[start:end].copy().view(np.uint8)
+
+    def count(self, extent: int) -> int:
+        """Return how many blocks an extent has."""
+        return int(self._counts[extent]) if 0 <= extent < len(self._counts) else 0
+
+    def sharing(self) -> set[tuple[int, ...]]:
+        """Return which extents have a block in common."""
+        return {tuple(holders) for holders in self._several.values()}
+
+    def insert(self, keys: Keys, extent: int) -> npt.NDArray[np.bool_]:
+        """Note that `extent`, which is not here yet, holds `keys`, in order. Returns which blocks are found in it: those that
+        no other has (of two equal keys in `keys` the first). Raises ValueError for an extent that is here, or that a row
+        cannot name."""
+        assert not self._loading, "finish_loading() comes first"
         prefixes = _prefixes(keys)
-        positions = np.arange(first_position, first_position + len(prefixes), dtype=np.int64)
-        return self._insert(prefixes, np.full(len(prefixes), extent, np.int64), positions)
-
-    def insert_extents(
-        self, keys: Keys, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        """As `insert` for one extent after the other, at once: `keys` are those of all, of which extents[i] holds the next
-        blocks[i], from its position 0 on. For reopening: a million blocks take 0.2 s so, and fifty
-        times that one extent at a time."""
-        prefixes = _prefixes(keys)
-        ends = np.cumsum(blocks, dtype=np.int64)
-        if len(extents) != len(blocks) or (int(ends[-1]) if len(ends) else 0) != len(prefixes):
-            raise ValueError(f"{len(prefixes)} keys, but {len(extents)} extents of {blocks.sum()} blocks; give one row a block")
-        positions = np.arange(len(prefixes), dtype=np.int64) - np.repeat(ends - blocks, blocks)
-        return self._insert(prefixes, np.repeat(extents.astype(np.int64), blocks), positions)
-
-    def _insert(
-        self, prefixes: _Prefixes, extents: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        new = np.zeros(len(prefixes), np.bool_)
-        if not len(prefixes):
-            return new
-        if extents.min() < 0 or extents.max() >= _DEAD:
-            raise ValueError(f"extent {extents.min()} to {extents.max()} does not fit an index row of 0 to {_DEAD - 1}")
-        if positions.min() < 0 or positions.max() >= 1 << 31:
-            raise ValueError(f"position {positions.min()} to {positions.max()} does not fit an index row")
-        places = np.empty((len(prefixes), 2), np.uint32)
-        places[:, 0] = extents
-        places[:, 1] = positions
-        first = _first_of_equals(prefixes)
-        rows = self._find(prefixes)
-
-        absent = np.flatnonzero(first & (rows < 0))
-        self._reserve(len(absent))  # before anything changes: it may find no memory
-        dead = np.flatnonzero(first & (rows >= 0))
-        dead = dead[self._places[rows[dead], 0] == _DEAD]
-        self._places[rows[dead]] = places[dead]
-        self._dead -= len(dead)
-        start, end = self._used, self._used + len(absent)
-        self._prefixes[start:end] = prefixes[absent]
-        self._places[start:end] = places[absent]
-        self._used = end
-        self._enter(start, end)
-        new[absent] = True
-        new[dead] = True
+        count = len(prefixes)
+        self._go_on(count)
+        left = self._used - self._reading if self._old is not None else 0  # what the pass has still to enter
+        if (self._taken + left + count) * _MAX_LOAD_DEN > len(self._table) * _MAX_LOAD_NUM:
+            self._go_on(self._used)
+            self._begin_pass(count)
+        self._append(prefixes, np.array([extent], np.int64), np.array([count], np.int64))
+        rows = np.arange(self._used - count, self._used)
+        new = np.ones(count, np.bool_)
+        if self._old is not None:  # what the pass has not reached yet is not in the table
+            earlier = self._living(self._old, prefixes)
+            new = earlier < 0
+            self._note_several(rows[~new], earlier[~new])
+        again, before = self._enter(rows[new])
+        self._note_several(again, before)
+        new[again - (self._used - count)] = False
         return new
 
-    def remove(self, keys: Keys, extent: int) -> npt.NDArray[np.bool_]:
-        """Forget those of `keys` that still point to `extent`; returns which ones did."""
-        prefixes = _prefixes(keys)
-        rows = self._find(prefixes)
-        known = np.flatnonzero((rows >= 0) & _first_of_equals(prefixes))
-        known = known[self._places[rows[known], 0] == extent] if 0 <= extent < _DEAD else known[:0]
-        self._places[rows[known], 0] = _DEAD
-        self._dead += len(known)
-        removed = np.zeros(len(rows), np.bool_)
-        removed[known] = True
-        if self._dead * 4 > self._used and self._used > _MIN_ROWS:
-            self._pack()
-        return removed
+    def load(self, keys: Keys, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+        """As `insert` for one extent after the other: `keys` are those of all, of which extents[i] holds the next blocks[i].
+        None of them is found before `finish_loading`, which enters a million blocks in some 0.2 s."""
+        self._loading = True
+        self._append(_prefixes(keys), extents, blocks)
 
-    def _find(self, prefixes: _Prefixes) -> _Rows:
-        """Return the row of each key, dead rows included, or -1.
+    def finish_loading(self) -> None:
+        """Let everything be found that was loaded."""
+        self._loading, self._old, self._taken, self._again = False, None, 0, 0
+        self._several.clear()
+        living = np.flatnonzero(self._extents[: self._used] != _DEAD)
+        self._table = np.zeros(_slots_for(len(living)), np.uint32)
+        self._note_several(*self._enter(living))
 
-        All keys take one step of their probes at a time; those that met their key or an empty slot drop out."""
-        rows = np.full(len(prefixes), -1, np.int64)
-        mask = np.uint64(len(self._table) - 1)
-        asking = np.arange(len(prefixes))
-        slots = prefixes[:, 0] & mask
-        while len(asking):
-            entries = self._table[slots]
-            taken = entries != 0
-            asking, slots, entries = asking[taken], slots[taken], entries[taken]
-            candidates = entries.astype(np.int64) - 1
-            wanted, found = prefixes[asking], self._prefixes[candidates]
-            equal = (wanted[:, 0] == found[:, 0]) & (wanted[:, 1] == found[:, 1])  # a third of the time of all(axis=1)
-            rows[asking[equal]] = candidates[equal]
-            other = ~equal
-            asking, slots = asking[other], (slots[other] + np.uint64(1)) & mask
-        return rows
+    def remove(self, extent: int) -> int:
+        """Forget an extent; returns how many blocks it had. Those that others have are found there from now on."""
+        start, end = self._run(extent)
+        if self._several:
+            self._leave(extent, start, end)
+        self._extents[start:end] = _DEAD
+        if start < end:
+            self._counts[extent] = 0
+        self._dead += end - start
+        self._go_on(end - start)
+        if self._old is None and not self._loading and self._dead * _DEAD_SHARE > self._used > _MIN_ROWS:
+            self._begin_pass(0)
+        return end - start
 
-    def _enter(self, start: int, end: int) -> None:
-        """Enter rows start … end-1, whose keys are not in the table and differ from each other."""
-        mask = np.uint64(len(self._table) - 1)
-        for low in range(start, end, _BATCH):
-            entries = np.arange(low + 1, min(low + _BATCH, end) + 1, dtype=np.uint32)
-            slots = self._prefixes[low : low + len(entries), 0] & mask
-            while len(entries):
-                free = self._table[slots] == 0
-                self._table[slots[free]] = entries[free]
-                # Two rows of a batch may choose the same free slot: what was written is read again, the loser goes on.
-                other = self._table[slots] != entries
-                entries, slots = entries[other], (slots[other] + np.uint64(1)) & mask
+    # Rows.
 
-    def _reserve(self, count: int) -> None:
-        """Make room for `count` more rows."""
-        needed = self._used + count
-        if needed >= _DEAD:
+    def _run(self, extent: int) -> tuple[int, int]:
+        count = self.count(extent)
+        start = int(self._firsts[extent]) if count else 0
+        return start, start + count
+
+    def _append(self, prefixes: _Prefixes, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+        """Write the runs of new extents behind the last row."""
+        total = int(blocks.sum())
+        if len(extents) != len(blocks) or total != len(prefixes):
+            raise ValueError(f"{len(prefixes)} keys, but {len(extents)} extents of {total} blocks; give one row a block")
+        if not len(extents):
+            return
+        least, most = int(extents.min()), int(extents.max())
+        if least < 0 or most >= _DEAD:
+            raise ValueError(f"extent {least} to {most} does not fit an index row of 0 to {_DEAD - 1}")
+        if self._used + total >= _DEAD:
             raise ValueError(f"an index holds fewer than {_DEAD} blocks")
-        if needed > len(self._places):  # the one that is resized last
-            self._resize_rows(max(needed, self._used + self._used // 8))
-        if needed * _MAX_LOAD_DEN > len(self._table) * _MAX_LOAD_NUM:
-            self._build(_slots_for(needed))
+        self._make_room(self._used + total, most + 1)  # before anything changes: it may find no memory
+        if self._counts[extents].any() or (len(extents) > 1 and len(np.unique(extents)) < len(extents)):
+            raise ValueError(f"extent {least} to {most}: one is in the index already; remove it first")
+        start, end = self._used, self._used + total
+        self._prefixes[start:end] = prefixes
+        self._extents[start:end] = np.repeat(extents, blocks)
+        self._firsts[extents] = start + np.cumsum(blocks) - blocks
+        self._counts[extents] = blocks
+        self._used = end
+
+    def _make_room(self, rows: int, extents: int) -> None:
+        if rows > len(self._extents):  # the one that is resized last
+            self._resize_rows(rows + min(rows // 8, _GROWTH_ROWS))
+        if extents > len(self._counts):
+            extents += min(extents // 8, _GROWTH_ROWS) + 8
+            self._firsts.resize(extents, refcheck=False)
+            self._counts.resize(extents, refcheck=False)
 
     def _resize_rows(self, rows: int) -> None:
         # resize() moves the pages of a big array instead of copying them (mremap), so growing has no peak of twice the size.
         # No view of the arrays outlives a method of this class, which is what refcheck would look for.
         rows = max(rows, _MIN_ROWS)
         self._prefixes.resize((rows, 2), refcheck=False)
-        self._places.resize((rows, 2), refcheck=False)
+        self._extents.resize(rows, refcheck=False)
 
-    def _build(self, slots: int) -> None:
-        self._table = np.zeros(slots, np.uint32)
-        self._enter(0, self._used)
+    # Blocks that several extents have.
 
-    def _pack(self) -> None:
-        """Drop dead rows, keep the order of the others, build the table anew."""
-        packed = 0
-        for low in range(0, self._used, _BATCH):
-            high = min(low + _BATCH, self._used)
-            alive = low + np.flatnonzero(self._places[low:high, 0] != _DEAD)
-            self._prefixes[packed : packed + len(alive)] = self._prefixes[alive]
-            self._places[packed : packed + len(alive)] = self._places[alive]
-            packed += len(alive)
-        self._used, self._dead = packed, 0
-        self._resize_rows(packed + packed // 8)
-        self._build(_slots_for(packed))
+    def _note_several(self, again: _Rows, before: _Rows) -> None:
+        """`again`: rows of blocks that are found in the rows `before`."""
+        self._again += len(again)
+        for row, first in zip(again.tolist(), before.tolist(), strict=True):
+            holders = self._several.setdefault(self._prefixes[row].tobytes(), [int(self._extents[first])])
+            holders.append(int(self._extents[row]))
+
+    def _leave(self, extent: int, start: int, end: int) -> None:
+        """Take an extent out of the blocks that it shares; the next one that has them is found from now on."""
+        for prefix in self._prefixes[start:end]:
+            key = prefix.tobytes()
+            holders = self._several.get(key)
+            if holders is None or extent not in holders:  # the latter: an extent that names a block twice
+                continue
+            left = [holder for holder in holders if holder != extent]
+            self._again -= len(holders) - max(1, len(left))
+            if left and holders[0] == extent:
+                self._point(prefix.reshape(1, 2), left[0])
+            if len(left) > 1:
+                self._several[key] = left
+            else:
+                del self._several[key]
+
+    def _point(self, prefix: _Prefixes, extent: int) -> None:
+        """Let a block be found in another extent that has it."""
+        start, end = self._run(extent)
+        row = start + int(np.flatnonzero((self._prefixes[start:end] == prefix).all(axis=1))[0])
+        for table in (self._table, self._old):
+            if table is not None:
+                found, slots = self._probe(table, prefix)
+                if found[0] >= 0:
+                    table[slots] = row + 1
+
+    # The table.
+
+    def _living(self, table: _Table, prefixes: _Prefixes) -> _Rows:
+        """Return the row in which a table finds each key, or -1."""
+        rows, _ = self._probe(table, prefixes)
+        rows[self._extents[rows] == _DEAD] = -1  # for -1 the last row is asked: it stays -1
+        return rows
+
+    def _probe(self, table: _Table, prefixes: _Prefixes) -> tuple[_Rows, _Rows]:
+        """Return the row of each key, dead ones included, or -1; and the slot that says so, or the empty one that was met.
+
+        All keys take a step of their probes at a time: of one slot, and of eight when few are left, for which many steps would
+        cost more than what they look at."""
+        ended = _first_slots(prefixes, len(table))
+        entries = table[ended]
+        rows = entries.astype(np.int64) - 1
+        asking = np.flatnonzero((entries != 0) & ~_equal(prefixes, self._prefixes[rows]))
+        slots = ended[asking]
+        while len(asking):
+            slots = (slots[:, None] + (_EIGHT if len(asking) <= _FEW else _ONE)) % len(table)  # [n, 8 or 1]
+            candidates = table[slots].astype(np.int64) - 1
+            ends = (self._prefixes[candidates] == prefixes[asking, None]).all(axis=2) | (candidates < 0)
+            at = np.arange(len(asking)), ends.argmax(axis=1)
+            rows[asking], ended[asking] = candidates[at], slots[at]
+            other = ~ends[at]
+            asking, slots = asking[other], slots[other, -1]
+        return rows, ended
+
+    def _enter(self, rows: _Rows) -> tuple[_Rows, _Rows]:
+        """Let `rows`, given in their order, be found; returns those whose blocks are found already, and in which rows."""
+        late: list[tuple[_Rows, _Rows]] = []
+        table = self._table
+        for low in range(0, len(rows), _BATCH):
+            asking = rows[low : low + _BATCH]
+            slots = _first_slots(self._prefixes[asking], len(table))
+            while len(asking):
+                entries = table[slots]
+                free = entries == 0
+                candidates = entries.astype(np.int64) - 1
+                equal = _equal(self._prefixes[asking], self._prefixes[candidates]) & ~free
+                dead = equal & (self._extents[candidates] == _DEAD)
+                # Several may choose the same slot: what was written is read again, and the losers look there once more. The
+                # last assignment counts, hence backwards: of rows with the same block the lowest gets it.
+                open_slots = np.flatnonzero(free | dead)[::-1]
+                table[slots[open_slots]] = asking[open_slots] + 1
+                mine = table[slots] == asking + 1
+                self._taken += int((mine & free).sum())
+                again = equal & ~dead & ~mine
+                if again.any():
+                    late.append((asking[again], candidates[again]))
+                occupied = ~(free | equal)
+                left = ~(mine | again)
+                asking, slots = asking[left], np.where(occupied, _next_slots(slots, len(table)), slots)[left]
+        if not late:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        again_rows, before = np.concatenate([a for a, _ in late]), np.concatenate([b for _, b in late])
+        order = np.argsort(again_rows)
+        return again_rows[order], before[order]
+
+    # Passes.
+
+    def _begin_pass(self, count: int) -> None:
+        """Begin to pack the rows and to enter them into a new table, which has room for `count` more than there are."""
+        self._old, self._table, self._taken = self._table, np.zeros(_slots_for(self._used - self._dead + count), np.uint32), 0
+        self._reading = self._writing = 0
+        if not self._used:
+            self._old = None
+
+    def _go_on(self, count: int) -> None:
+        """Go on with a pass, if there is one, because `count` rows changed."""
+        if self._old is None:
+            return
+        until = min(self._used, self._reading + max(_PASS_ROWS, _PASS_RATE * count))
+        while self._reading < until:
+            self._slide(min(_BATCH, until - self._reading))
+        if self._reading >= self._used:
+            self._old = None
+            self._dead -= self._used - self._writing
+            self._used = self._writing
+            self._resize_rows(self._used + min(self._used // 8, _GROWTH_ROWS))
+
+    def _slide(self, count: int) -> None:
+        """Slide the next `count` rows down, and what else belongs to the last run, and enter them into the new table.
+
+        packed │ dead │ rows still to come          what the old table says of rows behind `reading` stays right
+               ▲writing ▲reading"""
+        start, end, target = self._reading, self._reading + count, self._writing
+        if (last := int(self._extents[end - 1])) != _DEAD:
+            end = self._run(last)[1]
+        rows = np.arange(start, end)
+        # Some are in the new table: those that came since the pass began, or that others made way for. Dead ones leave it, so
+        # that no slot ever names a row that is no more. Asked before anything moves, since slots are known by their rows.
+        found, slots = self._probe(self._table, self._prefixes[start:end])
+        own = found == rows
+        living = self._extents[start:end] != _DEAD
+        self._table[slots[own & ~living]] = 1  # any row will do that is another's
+        rows, slots, own, absent = rows[living], slots[living], own[living], (found < 0)[living]
+        absent |= ~own & (self._extents[found[living]] == _DEAD)
+        prefixes, extents = self._prefixes[rows], self._extents[rows]
+        moved = np.arange(target, target + len(rows))
+        heads = self._firsts[extents] == rows
+        self._prefixes[target : target + len(rows)] = prefixes
+        self._extents[target : target + len(rows)] = extents
+        self._extents[target + len(rows) : end] = _DEAD
+        self._firsts[extents[heads]] = moved[heads]
+        self._table[slots[own]] = moved[own] + 1
+        self._reading, self._writing = end, target + len(rows)
+        self._enter(moved[absent])
+
+
+def _equal(some: _Prefixes, others: _Prefixes) -> npt.NDArray[np.bool_]:
+    equal: npt.NDArray[np.bool_] = some[:, 0] == others[:, 0]
+    equal &= some[:, 1] == others[:, 1]  # a third of the time of all(axis=1)
+    return equal
+
+
+def _first_slots(prefixes: _Prefixes, slots: int) -> _Rows:
+    """Return where each key's probe begins: its first bits as a share of the table, whose length can so be any."""
+    return ((prefixes[:, 0] >> np.uint64(32)) * np.uint64(slots) >> np.uint64(32)).astype(np.int64)
+
+
+def _next_slots(slots: _Rows, total: int) -> _Rows:
+    following = slots + 1
+    following[following == total] = 0
+    return following
 
 
 def _prefixes(keys: Keys) -> _Prefixes:
@@ -222,21 +385,6 @@ def _prefixes(keys: Keys) -> _Prefixes:
     return np.ascontiguousarray(rows[:, :PREFIX_BYTES]).view(np.uint64)
 
 
-def _first_of_equals(prefixes: _Prefixes) -> npt.NDArray[np.bool_]:
-    """Return True for each key that does not stand earlier in the batch."""
-    first = np.ones(len(prefixes), np.bool_)
-    heads = np.sort(prefixes[:, 0])  # np.unique would hash, which takes ten times as long for a million
-    if not (heads[1:] == heads[:-1]).any():  # nearly always
-        return first
-    seen: set[bytes] = set()
-    for at, prefix in enumerate(prefixes):
-        key = prefix.tobytes()
-        first[at] = key not in seen
-        seen.add(key)
-    return first
-
-
 def _slots_for(rows: int) -> int:
-    """Return the least power of two of which `rows` take at most 0.6."""
-    least = -(-rows * _MAX_LOAD_DEN // _MAX_LOAD_NUM)
-    return max(_MIN_SLOTS, 1 << (least - 1).bit_length())
+    """Return the length of a new table: room for a third more rows than there are, and then 0.6 full."""
+    return max(_MIN_SLOTS, -(-rows * _ROOM_NUM * _MAX_LOAD_DEN // (_ROOM_DEN * _MAX_LOAD_NUM)))
