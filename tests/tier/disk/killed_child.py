@@ -2,8 +2,8 @@
 waits for one that was killed: `killed_child.py DIRECTORY CAPACITY_BYTES LOGS`.
 
 A writer opens the directory like any server, saves conversations that grow, reads back what it and others saved, notes uses,
-keeps, pins, deletes and tends. What must be true afterwards it says in a log of its own, line by line, each before it could
-matter: `saved` once the ticket said so, `deleting` before it deletes, `wrong` never.
+keeps, pins, deletes and tends. What must be true afterwards it says in a log of its own, line by line: `saved` once the ticket
+said so, and `wrong`, never.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def live(root: Path, capacity_bytes: int, log: Path, seed: int) -> None:
         elif verb == "unpin":
             tier.unpin(extents)
         elif verb == "delete" and turns and choice.random() < 0.2:
-            say("deleting", number)
             tier.delete(extents, reason="user")
         elif verb == "tend":
             tier.tend()

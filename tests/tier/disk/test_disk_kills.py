@@ -26,7 +26,7 @@ from headstart.tier.disk.records import PREFIX_BYTES
 CAPACITY = 6 << 20
 WRITERS = 3
 KILLS_BETWEEN_LOOKS = 10
-EVICTED = {"capacity", "full", "expired", "quota"}  # why something may be gone that was acknowledged
+WENT = {"capacity", "full", "expired", "quota", "user"}  # why something may be gone that was acknowledged
 CHILD = Path(__file__).with_name("killed_child.py")
 
 
@@ -104,14 +104,10 @@ def look_at(root: Path, logs: Path) -> tuple[int, int]:
     for log in logs.iterdir():
         log.unlink()
     assert [words for words in said if words[0] == "wrong"] == []
-    deleted = [int(words[1]) for words in said if words[0] == "deleting"]
     saved = {int(words[1]): int(words[2]) for words in said if words[0] == "saved"}
 
     # Read before the directory is opened: whoever opens it may begin a journal anew, with the latest removals only.
-    gone = {
-        prefix for reason, prefixes in second_reader.read_journals(root).removals if reason in EVICTED for prefix in prefixes
-    }
-    gone |= {key[:PREFIX_BYTES] for number in deleted for key in conversation(number, CONVERSATION_PIECES).keys}
+    gone = {prefix for reason, prefixes in second_reader.read_journals(root).removals if reason in WENT for prefix in prefixes}
     tier = DiskTier.open(root, capacity_bytes=CAPACITY)
     with cache_over(tier, TINY) as cache:
         assert tier.check() == []
