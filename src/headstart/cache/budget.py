@@ -1,0 +1,52 @@
+"""What may be written to a tier today: the numbers that `policy.admission` decides by, for each tier that is not memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.keys import BlockKey
+from headstart.cache.faults import counted
+from headstart.cache.source import Source
+from headstart.metrics import Counters
+from headstart.policy.admission import Admission
+
+
+class WriteBudget:
+    """For one thread. `budget_bytes`: in 24 hours, for each tier; None for any amount."""
+
+    def __init__(self, budget_bytes: int | None, *, counters: Counters) -> None:
+        self._budget_bytes = budget_bytes
+        self._counters = counters
+        self._admissions: dict[Source, Admission] = {}
+
+    def limit(
+        self,
+        source: Source,
+        keys: Sequence[BlockKey],
+        present: npt.NDArray[np.bool_],
+        *,
+        piece_bytes: int,
+        session: str,
+    ) -> int:
+        """Return how many of a prompt's pieces, from the first on, are worth having in the tier today. `keys`: the last block's
+        of each piece; `present`: which pieces are there."""
+        everything = len(present)
+        if self._budget_bytes is None or source.tier.trusted or present.all():
+            return everything
+        now_s = time.monotonic()
+        with counted(self._counters, source.tier, "statistics"):
+            spent_bytes = source.tier.statistics().written_day_bytes
+            admission = self._admissions.get(source)
+            if admission is None:
+                admission = Admission(budget_bytes=self._budget_bytes, spent_bytes=spent_bytes, now_s=now_s)
+                self._admissions[source] = admission
+            admission.cap(spent_bytes)
+            leading = int(np.argmin(present))
+            limit = admission.admit(keys, present=leading, block_bytes=piece_bytes, session=session, now_s=now_s)
+            admission.refund(int(np.count_nonzero(present[leading:limit])) * piece_bytes)
+            return limit
+        return everything
