@@ -49,7 +49,7 @@ def add_extent(
     measure_folders(store)
     if store.incomplete:
         measure_unexplained(store)
-    if not keep_within_quota(store, added.tenant, nbytes):
+    if not (replacing or keep_within_quota(store, added.tenant, nbytes)):
         return store.refused("quota")
     if not (has_room(store, needed) if replacing else make_room(store, needed)):
         return store.refused("full")

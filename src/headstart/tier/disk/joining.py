@@ -235,13 +235,13 @@ class Joiner:
         return self._replace(extents, joined, image)
 
     def _infos(self, extents: Sequence[ExtentId]) -> list[ExtentInfo] | None:
-        """Return what is known of extents; None where one is gone, or where one would outlive its time beside the others, or
+        """Return what is known of extents; None where one is gone or another tenant's, or where one would outlive its time beside the others, or
         not live so long as it is promised."""
         books = self._store.books
         with self._store.lock:
             infos = [books.info(row) for extent in extents if (row := books.row(extent)) is not None]
         ends = [info.expires_ms for info in infos if info.expires_ms is not None]
-        if len(infos) < len(extents):
+        if len(infos) < len(extents) or len({info.tenant for info in infos}) > 1:  # each counts towards its own quota
             return None
         if ends and (len({info.retention for info in infos}) > 1 or min(ends) < _firmest(infos).guaranteed_until_ms):
             return None

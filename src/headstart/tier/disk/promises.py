@@ -31,7 +31,7 @@ class Promises:
         self._store = store
         self._unsaid: dict[ExtentName, ExtentId] = {}  # promises that are not journalled yet
         self._unknown: set[str] = set()  # classes that were used and mean nothing, and were said so
-        self._broken_due = store.clock()
+        self.expire_due = self._broken_due = store.clock()
         self._broken = [0, 0]  # extents and bytes since it was last said
 
     @property

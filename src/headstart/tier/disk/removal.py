@@ -33,6 +33,7 @@ QUARANTINE = "corrupt"
 _SHARE = 64  # such a part of the capacity is freed at once: a full cache does not choose anew for every extent
 _REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
 _BATCH = 64  # extents removed at once: what a lookup may have to wait for
+EXPIRE_INTERVAL_S = 10.0
 _PART = 4096  # parents looked up at once, for the same reason
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _NO_FILE = Handle(-1)
@@ -43,9 +44,7 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
     gives nothing back."""
     start = store.allocated_bytes
     give_back_waiting(store)
-    with store.lock:
-        empty = [s for s in store.books.segments.values() if s.opened and not s.gone and not s.rows]
-    _settle(store, empty)  # files that could not be removed when they became empty
+    give_back_empty(store)
     trim_tenants(store)
     refused: set[ExtentId] = set()  # leased by other processes
     while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
@@ -94,12 +93,17 @@ def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
 
 
 def expire(store: Store) -> bool:
-    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more."""
+    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more. Looks at
+    all of them, so it does that now and then only."""
+    if store.clock() < store.promises.expire_due:
+        return False
     with store.lock:
         due = store.books.expired(store.now_ms())[:_BATCH]
     removed = remove(store, due, reason="expired")
     store.counters.add("evicted_expired", len(removed))
-    return len(removed) == _BATCH
+    more = len(removed) == _BATCH
+    store.promises.expire_due = store.clock() + (0 if more else EXPIRE_INTERVAL_S)
+    return more
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +285,13 @@ def give_back_waiting(store: Store) -> None:
             else:
                 _punch(store, handle, offset, nbytes)
     _settle(store, [segment for segment, _, _ in waiting])
+
+
+def give_back_empty(store: Store) -> None:
+    """Remove files that could not be removed when they became empty."""
+    with store.lock:
+        empty = [s for s in store.books.segments.values() if s.opened and not s.gone and not s.rows]
+    _settle(store, empty)
 
 
 @contextmanager
