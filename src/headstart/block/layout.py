@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,19 @@ class ExtentLayout:
             )
         start, end = self.bytes_before(layer, first), self.bytes_before(layer, first + count)
         return self.layer_offsets[layer] + start, end - start
+
+    def piece_sizes(self, layer: int, first: int, count: int) -> list[int]:
+        """Return the bytes of pieces first … first+count-1 of `layer`."""
+        fixed = self.layer_bytes[layer]
+        if fixed is not None:
+            return [fixed] * count
+        assert self.piece_ends is not None
+        sizes: list[int] = np.diff(self.piece_ends[layer], prepend=0)[first : first + count].tolist()
+        return sizes
+
+    def region_end(self, layer: int) -> int:
+        """Return where the last piece of `layer` ends."""
+        return self.layer_offsets[layer] + self.bytes_before(layer, self.pieces)
 
     def bytes_before(self, layer: int, piece: int) -> int:
         """Return the bytes of `layer` before `piece`, which may be one past the last."""
@@ -98,6 +112,32 @@ def layout_of(
         )
     if extras_bytes < 0 or state_bytes < 0:
         raise ValueError(f"extras of {extras_bytes} bytes or a state of {state_bytes} bytes: neither can be negative")
+    if piece_bytes is None and not representation.varies:
+        return _fixed_layout(representation, blocks, extras_bytes, state_bytes, retention)
+    return _layout(representation, blocks, extras_bytes, state_bytes, retention, piece_bytes)
+
+
+def padded(nbytes: int, alignment: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
+
+
+def encode_retention(retention: str) -> bytes:
+    """Return the name of a retention class as it stands in a header. Raises ValueError when it does not fit."""
+    name = retention.encode()
+    if not 1 <= len(name) <= _MAX_RETENTION_BYTES or not retention.isprintable():
+        raise ValueError(f"retention class {retention!r} is no name of 1 to {_MAX_RETENTION_BYTES} printable bytes")
+    return name
+
+
+def _layout(
+    representation: Representation,
+    blocks: int,
+    extras_bytes: int,
+    state_bytes: int,
+    retention: str,
+    piece_bytes: npt.NDArray[np.uint32] | None = None,
+) -> ExtentLayout:
     pieces = blocks // representation.blocks_per_piece
     sections = HeaderSections.of(
         retention_bytes=len(encode_retention(retention)),
@@ -132,17 +172,7 @@ def layout_of(
     )
 
 
-def padded(nbytes: int, alignment: int) -> int:
-    """Return `nbytes` rounded up to a multiple of `alignment`."""
-    return -(-nbytes // alignment) * alignment
-
-
-def encode_retention(retention: str) -> bytes:
-    """Return the name of a retention class as it stands in a header. Raises ValueError when it does not fit."""
-    name = retention.encode()
-    if not 1 <= len(name) <= _MAX_RETENTION_BYTES or not retention.isprintable():
-        raise ValueError(f"retention class {retention!r} is no name of 1 to {_MAX_RETENTION_BYTES} printable bytes")
-    return name
+_fixed_layout = lru_cache(maxsize=256)(_layout)  # asked for at every read, and most extents are of a few lengths
 
 
 def _piece_ends(

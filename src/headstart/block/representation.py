@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Literal, cast, get_args
 
@@ -160,8 +161,13 @@ class Representation:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes: SHA-256 of `encode()`. Cached by the caller if it is hot."""
-        return sha256(self.encode()).digest()
+        """32 bytes: SHA-256 of `encode()`."""
+        return _digest(self)
+
+
+@lru_cache(maxsize=64)  # every extent that is read is compared with it
+def _digest(representation: Representation) -> bytes:
+    return sha256(representation.encode()).digest()
 
 
 def _u32(*values: int) -> bytes:

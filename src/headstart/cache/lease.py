@@ -12,7 +12,8 @@ from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
 from headstart.transfer.load import KVView, Load, lost_load
-from headstart.transfer.span import Prompt, Span, start_reading
+from headstart.transfer.plan import Prompt, Span
+from headstart.transfer.span import start_reading
 
 _WRONG = {"corrupt", "stale"}  # what the extent says will not get better
 _FAILED = {"read", "collision", "gone"}
@@ -96,7 +97,7 @@ class Lease:
 
     def _span(self, run: Run) -> Span:
         source = self._sources[run.tier]
-        return Span(source.tier, source.pool, run.extent, first=run.first, pieces=run.pieces, start=run.start)
+        return Span(source.tier, source.pool_of(run.extent), run.extent, first=run.first, pieces=run.pieces, start=run.start)
 
     def _settle(self, load: Load) -> None:
         """Count what the load brought, avoid what failed, have the use noted. Called once, when no read is under way any more,

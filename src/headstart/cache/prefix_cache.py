@@ -37,7 +37,7 @@ from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
-from headstart.transfer.span import Prompt
+from headstart.transfer.plan import Prompt
 
 __all__ = ["CacheStatistics", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 

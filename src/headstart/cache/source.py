@@ -16,7 +16,7 @@ from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Placement, Tier
 from headstart.transfer.io_pool import IOPool
 
-_READ_THREADS = 8
+_READ_THREADS = 16  # a disk's rate at requests of some hundred KB takes that depth
 _COPY_THREADS = 2  # memory is copied, not waited for
 T = TypeVar("T")
 

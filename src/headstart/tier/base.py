@@ -107,6 +107,26 @@ class LanedTier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RawExtent:
+    """An extent in its file, which is held open until the tier's `let_go_raw`. `descriptor` bypasses the page cache."""
+
+    extent: ExtentId
+    descriptor: int
+    offset: int
+    file: object  # the tier's own
+
+
+class RawTier(Protocol):
+    """A tier whose extents may also be read straight from their files."""
+
+    def raw(self, extent: ExtentId) -> RawExtent | None:
+        """Return where a leased extent lies and hold its file open, or None where only `read` may read it. Never raises."""
+        ...
+
+    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class WriteOutcome:
     """`stored`: the extent is in the tier after the call. `reason`: "written", "present" (already there), or why not: "full",
     "too-large", "stopped", "error", "quota" (the tenant's other extents may not go), "budget" (not worth today's writes)."""

@@ -1,7 +1,7 @@
 """Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
 
-A job reads at most some 2 MiB at a time, so bytes in flight are bounded by threads × request size: enough depth for the
-device, and a layer that is wanted first never waits behind tens of megabytes.
+A job reads at most some 1 MiB at a time, so bytes in flight are bounded by threads × request size, 16 MiB: enough depth for
+the device, and a layer that is wanted first never waits behind tens of megabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.transfer.buffers import Staging
 
-REQUEST_BYTES = 2 << 20  # larger reads are split, at piece edges
+REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges
+JOINED_BYTES = 400_000  # smaller ones are joined up to this: from here on a device is limited by bytes
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class IOPool:
         if threads < 1:
             raise ValueError(f"pool {name!r} needs at least one thread, got {threads}")
         self.name = name
+        self.threads = threads
         self.counters = Counters()
         self._condition = Condition()
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival

@@ -52,7 +52,7 @@ class Fault:
 
 
 class Load:
-    """A load in flight. Every wait has a deadline.
+    """A load in flight. Every wait has a deadline. `pieces`: how many it is of.
 
     Attributes once done: `usable_tokens`, `bytes_read`, `tokens_by_tier` ({"memory": n, "disk": m}, only what was
     verified), `seconds`."""
@@ -74,17 +74,20 @@ class Load:
         self.faults: tuple[Fault, ...] = ()
         self._pid = os.getpid()
         self._sources = tuple(pieces_by_source)
-        self._pieces = sum(pieces for _, pieces in pieces_by_source)
+        self.pieces = sum(pieces for _, pieces in pieces_by_source)
         self._deadline = self.started + timeout_s
         self._settle = settle
         self._condition = Condition()
-        self._limit = self._pieces
-        self._left = [self._pieces] * representation.layers  # pieces that have not ended, by layer
-        self._unfinished = self._pieces * representation.layers
+        self._limit = self.pieces
+        # The same for a reader that takes no lock: pieces before this one are wanted, unless the load has ended early.
+        self.wanted_before = np.array([self.pieces], np.int64)
+        self.stopped = np.zeros(1, np.int64)
+        self._left = [self.pieces] * representation.layers  # pieces that have not ended, by layer
+        self._unfinished = self.pieces * representation.layers
         self._cancelled: str | None = None  # why nothing more is read: "cancelled", "timeout"
         self._done = False
         self._callbacks: list[Callable[[Load], None]] = []
-        if not self._pieces:
+        if not self.pieces:
             self._finish()
 
     # For whoever waits.
@@ -94,8 +97,8 @@ class Load:
         deadline passes (`timed_out=True`: bytes may still land in the destination until `done`)."""
         self._require_own_process()
         with self._condition:
-            ready = self._wait_for(lambda: self._limit < self._pieces or not self._left[layer], timeout_s)
-            if self._limit < self._pieces:
+            ready = self._wait_for(lambda: self._limit < self.pieces or not self._left[layer], timeout_s)
+            if self._limit < self.pieces:
                 fault = self.faults[0]
                 raise LoadFailed(
                     f"layer {layer} is not usable: {fault.message}",
@@ -118,7 +121,7 @@ class Load:
     def cancel(self) -> None:
         """Start no further reads. Reads under way still end; `result` then returns."""
         with self._condition:
-            self._cancelled = self._cancelled or "cancelled"
+            self._stop("cancelled")
 
     def add_done_callback(self, callback: Callable[[Load], None]) -> None:
         """Call back once no read can touch the destination any more (at once if that is so already)."""
@@ -150,7 +153,7 @@ class Load:
         return tokens
 
     def __repr__(self) -> str:
-        tokens = self._pieces * self.representation.piece_tokens
+        tokens = self.pieces * self.representation.piece_tokens
         if not self._done:
             return f"<Load of {tokens} tokens, {sum(not left for left in self._left)} of {len(self._left)} layers ended>"
         return f"<Load of {tokens} tokens, {self.usable_tokens} usable, {self.bytes_read} bytes in {self.seconds:.3f} s>"
@@ -183,9 +186,14 @@ class Load:
         if last:
             self._finish()
 
+    def _stop(self, why: str) -> None:
+        self._cancelled = self._cancelled or why
+        self.stopped[0] = 1
+
     def _fail(self, fault: Fault) -> None:
         self.faults += (fault,)
         self._limit = min(self._limit, fault.piece)
+        self.wanted_before[0] = self._limit
         self._condition.notify_all()
 
     def _finish(self) -> None:
@@ -213,7 +221,7 @@ class Load:
         if self._condition.wait_for(ready, max(0.0, until - now)):
             return True
         if time.monotonic() >= self._deadline:
-            self._cancelled = self._cancelled or "timeout"  # too late to be of use: what is queued is not read any more
+            self._stop("timeout")  # too late to be of use: what is queued is not read any more
         return False
 
     def _require_own_process(self) -> None:

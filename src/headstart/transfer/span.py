@@ -1,7 +1,9 @@
 """Reading one run of pieces out of one extent: the header and the first of layer 0 in one read, then layer after layer.
 
-    head job ──▶ header decoded, its keys and tokens compared with the prompt's ──▶ one job a layer and 2 MiB
+    head job ──▶ header decoded, its keys and tokens compared with the prompt's ──▶ a job for each request of `plan.py`
                  └ first pieces of layer 0 verified                                 └ read, verify, (copy), tell the load
+
+This is the portable way, which always works. Where there is a C reader, `batch.py` takes what the heads leave.
 
 Pieces are read straight into the destination where direct I/O can go there, else through the thread's staging buffer, and
 counted as good only once verified. Bytes from a trusted tier are this process's own and are not verified again.
@@ -13,45 +15,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from headstart.block.extent import ExtentHeader, ExtentLayout, decode_header, piece_check
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
-from headstart.tier.base import ExtentId, ReadRange, Tier
+from headstart.tier.base import ReadRange
+from headstart.transfer import native
+from headstart.transfer.batch import Gathering
 from headstart.transfer.buffers import Bytes, Staging, flat, is_aligned, scatter, split, total_bytes
 from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
 from headstart.transfer.load import Fault, KVView, Load
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What was asked for: the keys and token ids (u32) of the blocks that matched."""
-
-    representation: Representation
-    digest: bytes
-    keys: Sequence[bytes]
-    tokens: npt.NDArray[np.uint32]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`pieces` pieces of the prompt from piece `start` on lie in `extent`, from its piece `first` on. Leased by the caller."""
-
-    tier: Tier
-    pool: IOPool
-    extent: ExtentId
-    first: int
-    pieces: int
-    start: int
+from headstart.transfer.plan import Prompt, Request, Rest, Span, requests
 
 
 def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView) -> None:
-    """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one."""
+    """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one, or
+    has it read by the C reader, together with that of the others, once all headers are known."""
+    jobs: dict[IOPool, list[_HeadJob]] = {}
     for source, span in enumerate(spans):
-        span.pool.submit([_HeadJob(load, source, span, prompt, into)])
+        jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into))
+    for pool, heads in jobs.items():
+        # By type: a tier that only passes on what it does not know may break bytes on their way, and must be asked for them.
+        if hasattr(type(heads[0].span.tier), "raw") and native.reader() is not None:
+            gathering = Gathering(load, prompt, into, pool, heads=len(heads))
+            for head in heads:
+                head.gathering = gathering
+        pool.submit(heads)
 
 
 class _Job:
@@ -100,58 +90,74 @@ class _Job:
         piece = self.start if piece is None else piece
         return Fault(source=self.source, piece=piece, reason=reason, message=f"tier {self.span.tier.name!r}: {message}")
 
-    def destination(self, sizes: Sequence[int]) -> Bytes:
-        buffers: Bytes = flat(self.into.buffers(self.layer, self.start, sizes)) if sizes else []
+    def destination(self, layer: int, sizes: Sequence[int]) -> Bytes:
+        buffers: Bytes = flat(self.into.buffers(layer, self.start, sizes)) if sizes else []
         if total_bytes(buffers) != sum(sizes):
             raise ValueError(
                 f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {self.start} on of layer "
-                f"{self.layer}, which have {sum(sizes)}"
+                f"{layer}, which have {sum(sizes)}"
             )
         return buffers
 
-    def read(self, staging: Staging, offset: int, buffers: Bytes, *, head_bytes: int = 0) -> _Arrival:
-        """Read `head_bytes` from `offset` on, and what follows into `buffers` or into staging if they are not aligned."""
-        nbytes = total_bytes(buffers)
+    def read(self, staging: Staging, parts: Sequence[_Part], *, head_bytes: int = 0) -> memoryview:
+        """Read parts that lie one behind the other, and `head_bytes` before the first: into their buffers if all of it can go
+        there directly, else into staging. Returns the head; each part learns where it is."""
+        offset = parts[0].offset - head_bytes
+        end = offset + head_bytes
         # A trusted tier copies from memory, which needs no alignment.
-        at_once = self.span.tier.trusted or ((offset + head_bytes) % ALIGNMENT == 0 and is_aligned(buffers))
-        if at_once and not isinstance(buffers, np.ndarray):
+        at_once = self.span.tier.trusted or end % ALIGNMENT == 0
+        into: list[memoryview] = []
+        for part in parts:
+            at_once = at_once and part.offset == end and not isinstance(part.buffers, np.ndarray)
+            at_once = at_once and (self.span.tier.trusted or is_aligned(part.buffers))
+            end = part.offset + part.nbytes
+            if at_once:
+                into += part.buffers
+        if at_once:
             head = staging.take(head_bytes)
-            self._fill(offset, [head, *buffers] if head_bytes else buffers, head_bytes + nbytes)
-            return _Arrival(head, buffers, staged=None)
-        at = offset % ALIGNMENT
-        end = at + head_bytes + nbytes
-        bounce = staging.take(end + -end % ALIGNMENT)
-        self._fill(offset - at, [bounce], bounce.nbytes)
-        payload = bounce[at + head_bytes : end]
-        return _Arrival(bounce[at : at + head_bytes], [payload], staged=payload)
+            self._fill(offset, [head, *into] if head_bytes else into, end - offset)
+            return head
+        start = offset - offset % ALIGNMENT
+        bounce = staging.take(end - start + -(end - start) % ALIGNMENT)
+        self._fill(start, [bounce], bounce.nbytes)
+        for part in parts:
+            part.staged = bounce[part.offset - start : part.offset - start + part.nbytes]
+        return bounce[offset - start : offset - start + head_bytes]
 
-    def keep(self, arrival: _Arrival, header: ExtentHeader, buffers: Bytes, sizes: Sequence[int]) -> Fault | None:
+    def keep(self, part: _Part, header: ExtentHeader) -> Fault | None:
         """Verify pieces that have arrived, copy the good ones out of staging; return the fault of the first bad one."""
+        sizes = part.sizes
         good = len(sizes)
         if not self.span.tier.trusted:
-            good = self._verified(arrival.payload, header, sizes)
-        if arrival.staged is not None:
+            good = self._verified(part, header)
+        if part.staged is not None:
             nbytes = sum(sizes[:good])
+            buffers = part.buffers
             kept = buffers[:good] if isinstance(buffers, np.ndarray) else split(buffers, [nbytes])[0]
-            scatter(arrival.staged[:nbytes], kept)
+            scatter(part.staged[:nbytes], kept)
         if good == len(sizes):
             return None
-        message = f"piece {self._in_extent(good)} of layer {self.layer} in extent {self.span.extent} is not what was written"
+        message = f"piece {self._in_extent(good)} of layer {part.layer} in extent {self.span.extent} is not what was written"
         return self.fault("corrupt", message, piece=self.start + good)
 
-    def _verified(self, payload: Sequence[memoryview], header: ExtentHeader, sizes: Sequence[int]) -> int:
-        for i, buffers in enumerate(split(payload, sizes)):
+    def _verified(self, part: _Part, header: ExtentHeader) -> int:
+        if part.staged is not None:
+            payload = [part.staged]
+        else:
+            assert not isinstance(part.buffers, np.ndarray)  # which is never read into directly
+            payload = part.buffers
+        for i, buffers in enumerate(split(payload, part.sizes)):
             piece = self._in_extent(i)
             check = piece_check(
                 algorithm=header.algorithm,
                 representation=self.prompt.digest,
                 key=header.keys[(piece + 1) * self.prompt.representation.blocks_per_piece - 1],
-                layer=self.layer,
+                layer=part.layer,
                 buffers=buffers,
             )
-            if check != header.checks[self.layer, piece].tobytes():
+            if check != header.checks[part.layer, piece].tobytes():
                 return i
-        return len(sizes)
+        return len(part.sizes)
 
     def _in_extent(self, i: int) -> int:
         return self.span.first + (self.start - self.span.start) + i
@@ -162,11 +168,16 @@ class _Job:
             raise StoreError(f"a read of {nbytes} bytes at {offset} of extent {self.span.extent} gave {got}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    head: memoryview
-    payload: Sequence[memoryview]
-    staged: memoryview | None  # the payload where it has to be copied to its destination
+@dataclass(slots=True)
+class _Part:
+    """Pieces of one layer that lie side by side: where in the extent's image, and where they go."""
+
+    layer: int
+    offset: int
+    sizes: Sequence[int]
+    nbytes: int
+    buffers: Bytes
+    staged: memoryview | None = None  # what was read, where it has to be copied to its destination
 
 
 class _HeadJob(_Job):
@@ -177,6 +188,7 @@ class _HeadJob(_Job):
     def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, alone: bool = False) -> None:
         super().__init__(load, source, span, prompt, into)
         self.alone = alone
+        self.gathering: Gathering | None = None
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         span, representation = self.span, self.prompt.representation
@@ -188,16 +200,16 @@ class _HeadJob(_Job):
         if size is not None and span.first == 0 and not self.alone:
             together = min(wanted, max(1, (REQUEST_BYTES - info.header_bytes) // size))
         sizes = [size or 0] * together
-        buffers = self.destination(sizes)
+        part = _Part(0, info.header_bytes, sizes, sum(sizes), self.destination(0, sizes))
         try:
-            arrival = self.read(staging, 0, buffers, head_bytes=info.header_bytes)
+            head = self.read(staging, [part], head_bytes=info.header_bytes)
         except (StoreError, OSError):
             if not together:
                 raise
             span.pool.submit([_HeadJob(self.load, self.source, span, self.prompt, self.into, alone=True)])
             return
         # A copy: the header outlives the staging buffer that it lies in.
-        header = decode_header(bytes(arrival.head), representation)
+        header = decode_header(bytes(head), representation)
         layout = header.layout(representation)
         fault = self._mismatch(header)
         if fault is None and (layout.header_bytes, layout.extent_bytes) != (info.header_bytes, info.extent_bytes):
@@ -205,14 +217,21 @@ class _HeadJob(_Job):
         if fault is not None:
             self.end(fault)
             return
-        fault = self.keep(arrival, header, buffers, sizes)
-        rest = self._rest(header, layout, together)
-        nbytes = info.header_bytes + sum(sizes)
-        self.load.ended([0], pieces=together, nbytes=nbytes, fault=fault)
-        span.pool.submit(rest)
+        fault = self.keep(part, header)
+        rest = Rest(self, header, layout, requests(layout, first=span.first, pieces=span.pieces, done=together))
+        self.load.ended([0], pieces=together, nbytes=info.header_bytes + part.nbytes, fault=fault)
+        if self.gathering is None:
+            span.pool.submit(rest.jobs())
+        else:
+            self.gathering.ended(rest)
 
     def end(self, fault: Fault | None) -> None:
         self.load.ended(range(self.prompt.representation.layers), pieces=self.pieces, fault=fault)
+        if self.gathering is not None:
+            self.gathering.ended(None)
+
+    def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> _RangeJob:
+        return _RangeJob(self, header, layout, request.layers, first=request.first, pieces=request.count)
 
     def _mismatch(self, header: ExtentHeader) -> Fault | None:
         """Compare what the extent says it is with what was asked for: a collision of hashes is a miss."""
@@ -226,70 +245,53 @@ class _HeadJob(_Job):
             return self.fault("collision", f"extent {self.span.extent} has the keys but not the tokens of the prompt")
         return None
 
-    def _rest(self, header: ExtentHeader, layout: ExtentLayout, together: int) -> list[_RangeJob]:
-        jobs = []
-        for layer in range(self.prompt.representation.layers):
-            skip = together if layer == 0 else 0
-            sizes = _piece_sizes(header, layout, layer)[self.span.first + skip : self.span.first + self.span.pieces]
-            for first, count in _requests(sizes):
-                jobs.append(_RangeJob(self, header, layout, layer, first=skip + first, sizes=sizes[first : first + count]))
-        return jobs
-
 
 class _RangeJob(_Job):
-    """Reads some pieces of one layer that lie side by side."""
+    """Reads pieces that lie side by side: some of one layer, or those of several layers."""
 
     def __init__(
-        self, head: _Job, header: ExtentHeader, layout: ExtentLayout, layer: int, *, first: int, sizes: Sequence[int]
+        self, head: _Job, header: ExtentHeader, layout: ExtentLayout, layers: range, *, first: int, pieces: int
     ) -> None:
         super().__init__(head.load, head.source, head.span, head.prompt, head.into)
         self.header = header
         self.layout = layout
-        self.layer = layer
+        self.layers = layers
+        self.layer = layers.start
         self.start = head.span.start + first
-        self.sizes = sizes
-        self.pieces = len(sizes)
+        self.pieces = pieces
 
     def attempt(self, staging: Staging, wanted: int) -> None:
-        sizes = self.sizes[:wanted]
-        buffers = self.destination(sizes)
-        offset, nbytes = self.layout.piece_range(self.layer, self._in_extent(0), wanted)
-        try:
-            arrival = self.read(staging, offset, buffers)
-        except (StoreError, OSError):
-            if self.pieces == 1:
-                raise
-            # Piece by piece, so that the pieces before the bad one are kept.
-            self.span.pool.submit([self._piece(i) for i in range(self.pieces)])
+        if wanted < self.pieces and len(self.layers) > 1:
+            self._in_parts()  # what is wanted does not lie side by side
             return
-        fault = self.keep(arrival, self.header, buffers, sizes)
-        self.load.ended([self.layer], pieces=self.pieces, nbytes=nbytes, fault=fault)
+        first = self._in_extent(0)
+        parts = []
+        for layer in self.layers:
+            offset, nbytes = self.layout.piece_range(layer, first, wanted)
+            sizes = self.layout.piece_sizes(layer, first, wanted)
+            parts.append(_Part(layer, offset, sizes, nbytes, self.destination(layer, sizes)))
+        try:
+            self.read(staging, parts)
+        except (StoreError, OSError):
+            if self.pieces == 1 and len(self.layers) == 1:
+                raise
+            self._in_parts()
+            return
+        faults = [self.keep(part, self.header) for part in parts]
+        for part, fault in zip(parts, faults, strict=True):
+            self.load.ended([part.layer], pieces=self.pieces, nbytes=part.nbytes, fault=fault)
 
     def end(self, fault: Fault | None) -> None:
-        self.load.ended([self.layer], pieces=self.pieces, fault=fault)
+        self.load.ended(self.layers, pieces=self.pieces, fault=fault)
 
-    def _piece(self, i: int) -> _RangeJob:
-        first = self.start - self.span.start + i
-        return _RangeJob(self, self.header, self.layout, self.layer, first=first, sizes=self.sizes[i : i + 1])
+    def _in_parts(self) -> None:
+        """Read layer by layer, a layer piece by piece, so that what lies before the bad one is kept."""
+        first = self.start - self.span.start
+        if len(self.layers) > 1:
+            parts = [self._part(range(layer, layer + 1), first, self.pieces) for layer in self.layers]
+        else:
+            parts = [self._part(self.layers, first + i, 1) for i in range(self.pieces)]
+        self.span.pool.submit(parts)
 
-
-def _piece_sizes(header: ExtentHeader, layout: ExtentLayout, layer: int) -> list[int]:
-    fixed = layout.layer_bytes[layer]
-    if fixed is not None:
-        return [fixed] * layout.pieces
-    assert header.piece_bytes is not None
-    return [int(nbytes) for nbytes in header.piece_bytes[layer]]
-
-
-def _requests(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, count) of consecutive runs of at most REQUEST_BYTES each; a piece above that is a run of its own."""
-    runs = []
-    first = nbytes = 0
-    for i, size in enumerate(sizes):
-        if i > first and nbytes + size > REQUEST_BYTES:
-            runs.append((first, i - first))
-            first, nbytes = i, 0
-        nbytes += size
-    if first < len(sizes):
-        runs.append((first, len(sizes) - first))
-    return runs
+    def _part(self, layers: range, first: int, pieces: int) -> _RangeJob:
+        return _RangeJob(self, self.header, self.layout, layers, first=first, pieces=pieces)

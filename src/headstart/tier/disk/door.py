@@ -223,6 +223,11 @@ class RealDisk:
             offset += rest
         return offset - start
 
+    def direct_descriptor(self, handle: Handle) -> int | None:
+        """Return the descriptor that bypasses the page cache, for a reader that goes round this door; none where there is no
+        such descriptor. No part of `Disk`: behind a door with faults nobody may go round it."""
+        return self._direct.get(handle)
+
     def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:
         view = memoryview(data).cast("B")
         direct = self._direct.get(handle)

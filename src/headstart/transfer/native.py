@@ -1,0 +1,101 @@
+"""The optional C reader, found and tried out: requests are read and verified without the interpreter's lock.
+
+It was compiled when headstart was installed, if there was a compiler then; nothing is compiled or downloaded later. Its hash is
+the one inside the `xxhash` package, called by address, so that both readers verify with the same code. `reader()` is None where
+a part is missing or the two do not agree; then Python reads, with the same outcome and at a little less than the same rate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import xxhash
+
+LAYER = np.dtype([(n, "<i8") for n in ("address", "piece_bytes", "piece_stride", "rows", "row_bytes", "row_stride", "direct")])
+PART = np.dtype([("offset", "<i8"), ("layer", "<i4"), ("start", "<i4"), ("pieces", "<i4"), ("unused", "<i4")])
+REQUEST = np.dtype([(n, "<i4") for n in ("descriptor", "first_part", "parts", "start", "pieces", "unused")])
+
+NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP = range(4)
+
+_log = logging.getLogger(__name__)
+_HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
+_PREFIX_BYTES = 68
+
+
+class Batch(ctypes.Structure):
+    """`Batch` of _reader.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "parts", "requests")),
+        ("request_count", ctypes.c_int64),
+        ("piece_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("digest", "keys", "checks")),
+        *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
+        ("next", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("create", "release", "reset", "update", "digest_of")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The compiled functions, and the addresses of the hash's."""
+
+    library: ctypes.CDLL
+    hashing: tuple[int, ...]
+
+    def batch(self) -> Batch:
+        return Batch(**dict(zip(("create", "release", "reset", "update", "digest_of"), self.hashing, strict=True)))
+
+    def work(self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int) -> tuple[int, int | None]:
+        """Read requests of the batch, in their order, until one of the outcomes; a request that is handed back has to be read
+        otherwise. Holds no lock; several threads work on one batch."""
+        handed = ctypes.c_int64()
+        outcome: int = self.library.headstart_work(ctypes.byref(batch), staging, staging_bytes, budget_ns, ctypes.byref(handed))
+        if not NONE_LEFT <= outcome <= TIME_IS_UP:
+            raise MemoryError("the C reader has no memory for the state of a check")
+        return outcome, handed.value if handed.value >= 0 else None
+
+
+@cache
+def reader() -> Reader | None:
+    """Return the C reader, or None where headstart was installed without it or it does not work here."""
+    spec = importlib.util.find_spec("headstart.transfer._reader")
+    if spec is None or spec.origin is None or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        library = ctypes.CDLL(spec.origin)
+        hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        library.headstart_work.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        found = Reader(library, tuple(_address(hashes, name) for name in _HASH))
+        agrees = all(found.hashing) and _agrees(found)
+    except (OSError, AttributeError) as error:  # no such file, no such function
+        _log.info("Python reads instead of the C reader: %s", error)
+        return None
+    if not agrees:
+        _log.warning("Python reads instead of the C reader, whose checks are not those of this xxhash %s", xxhash.VERSION)
+    return found if agrees else None
+
+
+def _address(hashes: ctypes.CDLL, name: str) -> int:
+    """Return where a function of the hash is, the one that suits this processor where there is a choice."""
+    function = getattr(hashes, f"{name}_dispatch", None) or getattr(hashes, name)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _agrees(found: Reader) -> bool:
+    """Compare with Python's checks, over lengths on both sides of every change of method inside the hash."""
+    data = bytes(range(251)) * 20
+    out = ctypes.create_string_buffer(16)
+    for nbytes in (0, 1, 172, 173, 188, 189, 956, 957, 5000):
+        prefix = bytes(range(nbytes % 7, nbytes % 7 + _PREFIX_BYTES))
+        found.library.headstart_check(ctypes.byref(found.batch()), prefix, data, ctypes.c_int64(nbytes), ctypes.byref(out))
+        if out.raw != xxhash.xxh3_128_digest(prefix + data[:nbytes]):
+            return False
+    return True

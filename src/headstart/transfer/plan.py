@@ -1,0 +1,130 @@
+"""What to read of an extent, and in which requests: pure decisions. `span.py` carries them out, or `batch.py`.
+
+A short extent has small layers, and small requests cost a disk by their number (under some 400 KB a quarter of its rate): there
+one request takes several layers, 1, 2, 2-3, 4-7 …, so that the early ones, which the engine waits for, still come alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.extent import ExtentHeader, ExtentLayout
+from headstart.block.representation import Representation
+from headstart.tier.base import ExtentId, Tier
+from headstart.transfer.io_pool import JOINED_BYTES, REQUEST_BYTES, IOPool, Job
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What was asked for: the keys and token ids (u32) of the blocks that matched."""
+
+    representation: Representation
+    digest: bytes
+    keys: Sequence[bytes]
+    tokens: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`pieces` pieces of the prompt from piece `start` on lie in `extent`, from its piece `first` on. Leased by the caller."""
+
+    tier: Tier
+    pool: IOPool
+    extent: ExtentId
+    first: int
+    pieces: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Pieces `first` … `first+count-1` of a span, in each of `layers`: they lie side by side, but for padding."""
+
+    layers: range
+    first: int
+    count: int
+
+
+class Head(Protocol):
+    """A head job that went well."""
+
+    @property
+    def span(self) -> Span: ...
+
+    def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> Job:
+        """Return the job that reads a request through the tier."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a span after its head."""
+
+    head: Head
+    header: ExtentHeader
+    layout: ExtentLayout
+    requests: tuple[Request, ...]
+
+    def jobs(self) -> list[Job]:
+        return [self.job(request) for request in self.requests]
+
+    def job(self, request: Request) -> Job:
+        return self.head.job(self.header, self.layout, request)
+
+
+def requests(layout: ExtentLayout, *, first: int, pieces: int, done: int) -> tuple[Request, ...]:
+    """Return how `pieces` pieces of an extent from its piece `first` on are read. The first `done` pieces of layer 0 are there
+    already.
+
+    Runs above REQUEST_BYTES are cut evenly at piece edges. Layers that lie side by side, as they do where all of an extent is
+    wanted, go together up to JOINED_BYTES, and at most as many as are there before them."""
+    if layout.piece_ends is None:
+        return _planned(layout, first, pieces, done)
+    return _plan(layout, first, pieces, done)
+
+
+def _plan(layout: ExtentLayout, first: int, pieces: int, done: int) -> tuple[Request, ...]:
+    found = []
+    layers = len(layout.layer_offsets)
+    layer = 0
+    while layer < layers:
+        skip = done if layer == 0 else 0
+        end = layer + 1
+        if layer and pieces == layout.pieces:
+            start = layout.layer_offsets[layer]
+            while end < min(2 * layer, layers) and layout.region_end(end) - start <= JOINED_BYTES:
+                end += 1
+        if end > layer + 1:
+            found.append(Request(range(layer, end), 0, pieces))
+        else:
+            sizes = layout.piece_sizes(layer, first + skip, pieces - skip)
+            found += [Request(range(layer, end), skip + at, count) for at, count in _runs(sizes)]
+        layer = end
+    return tuple(found)
+
+
+_planned = lru_cache(maxsize=256)(_plan)  # most extents of a prompt are of a few lengths
+
+
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, count) of consecutive runs of at most REQUEST_BYTES each, evenly long where all pieces are; a piece above
+    that is a run of its own."""
+    runs = []
+    first = nbytes = 0
+    for i, size in enumerate(sizes):
+        if i > first and nbytes + size > REQUEST_BYTES:
+            runs.append((first, i - first))
+            first, nbytes = i, 0
+        nbytes += size
+    if first < len(sizes):
+        runs.append((first, len(sizes) - first))
+    if len(runs) > 1 and min(sizes) == max(sizes):
+        count = -(-len(sizes) // len(runs))
+        return [(at, min(count, len(sizes) - at)) for at in range(0, len(sizes), count)]
+    return runs
