@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 DAY_S = 86_400.0
-_BURST = 0.2  # of the budget may be spent at once, the rest accrues evenly: no 24 hours get more than one budget
+BURST = 0.2  # of the budget may be spent at once, the rest accrues evenly: no 24 hours get more than one budget
 _PLENTY_SHARE, _KNOWN_SESSION_SHARE, _NEW_SHARE = 1 / 2, 1 / 4, 1 / 64  # of what is left, to one prompt
 _MARK_EVERY = 8  # blocks: keys are chained, so a prompt that was seen up to a block was seen up to all before it
 _REMEMBERED = 1 << 16  # marks, and sessions, in each of two generations
@@ -40,7 +40,7 @@ class Admission:
         if budget_bytes < 1:
             raise ValueError(f"a write budget of {budget_bytes} bytes a day admits nothing")
         self._budget_bytes = budget_bytes
-        self._burst_bytes = _BURST * budget_bytes
+        self._burst_bytes = BURST * budget_bytes
         self._level_bytes = min(self._burst_bytes, max(0.0, float(budget_bytes - spent_bytes)))
         self._updated_s = now_s
         self._marks = _Remembered()
@@ -83,7 +83,7 @@ class Admission:
     def _accrue(self, now_s: float) -> None:
         elapsed = max(0.0, now_s - self._updated_s)
         self._updated_s = now_s
-        self._level_bytes = min(self._burst_bytes, self._level_bytes + (1 - _BURST) * self._budget_bytes * elapsed / DAY_S)
+        self._level_bytes = min(self._burst_bytes, self._level_bytes + (1 - BURST) * self._budget_bytes * elapsed / DAY_S)
 
     def _seen(self, keys: Sequence[bytes]) -> int:
         """Return how many blocks from the first on were in an earlier prompt, as far as marks tell."""
