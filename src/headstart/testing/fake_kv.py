@@ -100,9 +100,10 @@ class FakeKV:
         *,
         retention: str = "default",
         keys: Sequence[BlockKey] | None = None,
+        created_ms: int = 0,
     ) -> memoryview:
         """Return the 4 KiB-aligned image of an extent that holds `pieces` pieces from `first` on, as a tier is given it.
-        `keys` replaces the prompt's own: what a hash collision would leave behind."""
+        `keys` replaces the prompt's own: what a hash collision would leave behind. `created_ms` 0: unknown."""
         count = self.pieces - first if pieces is None else pieces
         representation = self.representation.digest
         per_piece = self.representation.blocks_per_piece
@@ -146,6 +147,7 @@ class FakeKV:
             extras=extras if any(extras) else (),
             piece_bytes=sizes if varies else None,
             retention=retention,
+            created_ms=created_ms,
         )
         encoded = encode_header(header, self.representation)
         image[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)

@@ -338,8 +338,9 @@ class Store:
         return milliseconds(self._time.now_s())
 
     def steady_ms(self, wall_ms: int) -> int:
-        """Return when that was, by the same clock, which the wall clock noted as `wall_ms`; not later than now."""
-        return milliseconds(self._time.steady_s(wall_ms / 1000))
+        """Return when that was, by the same clock, which the wall clock noted as `wall_ms`: not later than now, and now where
+        nothing was noted (0)."""
+        return milliseconds(self._time.steady_s(wall_ms / 1000)) if wall_ms else self.now_ms()
 
     # Failing and recovering; in turn.
 
