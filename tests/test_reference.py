@@ -17,7 +17,8 @@ import pytest
 from headstart import errors
 from headstart.api import errors as api_errors
 from headstart.api.metrics import _KINDS
-from headstart.cli import _COMMANDS, INTERRUPTED, cli
+from headstart.cli import INTERRUPTED, cache, cli
+from headstart.cli.lazy import LazyGroup
 from headstart.config import settings
 from headstart.errors import HeadstartError, RequestError
 
@@ -30,18 +31,27 @@ def commands() -> Iterator[str]:
     yield "| command | option | |"
     yield "|---|---|---|"
     shared = {setting.flag for setting in settings().values()} | {"--config"}
-    for name, (_, about) in _COMMANDS.items():
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
-        arguments = "".join(f" [{p.name.upper()}]" if not p.required else f" {p.name.upper()}" for p in _arguments(command))
-        yield f"| `headstart {name}{arguments}` | | {about} |"
+    for name, about, command in _verbs(cli, "headstart"):
+        yield f"| `{name}{''.join(f' {word}' for word in _arguments(command))}` | | {about} |"
         for option in command.params:
             if isinstance(option, click.Option) and not shared & set(option.opts):
                 yield f"| | `{option.opts[0]}` | {option.help} |"
 
 
-def _arguments(command: click.Command) -> list[click.Argument]:
-    return [param for param in command.params if isinstance(param, click.Argument) and param.name]
+def _verbs(group: LazyGroup, prefix: str) -> Iterator[tuple[str, str, click.Command]]:
+    for name, (_, about) in group.lazy.items():
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        yield f"{prefix} {name}", about, command
+        if isinstance(command, LazyGroup):
+            yield from _verbs(command, f"{prefix} {name}")
+
+
+def _arguments(command: click.Command) -> Iterator[str]:
+    for param in command.params:
+        if isinstance(param, click.Argument) and param.name:
+            word = param.metavar or param.name.upper()
+            yield word if param.required or word.startswith("[") else f"[{word}]"
 
 
 def configuration() -> Iterator[str]:
@@ -74,7 +84,7 @@ def test_a_table_says_what_the_code_says(table: Callable[[], Iterator[str]]) -> 
 
 def test_every_exit_code_is_told() -> None:
     codes = {kind.exit_code for kind in vars(errors).values() if isclass(kind) and issubclass(kind, HeadstartError)}
-    for code in codes | {0, INTERRUPTED}:
+    for code in codes | {0, INTERRUPTED, cache.INCOMPLETE, cache.REPAIRED, cache.DAMAGED}:
         assert f"| {code} | " in REFERENCE.partition("## Exit codes")[2].partition("## ")[0], code
 
 

@@ -50,6 +50,18 @@ class MissingExtra(HeadstartError):
     exit_code = 3
 
 
+class NotThere(HeadstartError):
+    """A cache directory, a stored prefix or a file that a command names does not exist."""
+
+    exit_code = 3
+
+
+class WrongRepresentation(HeadstartError):
+    """Prefixes are laid down in another way than those of the cache that they should go to, so nobody there could read them."""
+
+    exit_code = 2
+
+
 class AddressInUse(HeadstartError):
     """The port that the server should listen on is taken."""
 

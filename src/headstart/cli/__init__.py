@@ -1,8 +1,8 @@
 """The command line. One file a command, imported when that command runs: `headstart --help` must answer at once.
 
 An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
-3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated. Tracebacks
-are for bugs.
+3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated; `cache` has three
+more. Tracebacks are for bugs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from difflib import get_close_matches
-from importlib import import_module
 from types import FrameType
 
 import click
 
 from headstart import __version__
+from headstart.cli.lazy import LazyGroup
 from headstart.errors import HeadstartError
 
 # name: (where the command is, its line in --help)
@@ -24,6 +23,7 @@ _COMMANDS = {
     "serve": ("headstart.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
+    "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }
@@ -32,32 +32,7 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 
-class _Lazy(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), name)
-        return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Refuse an unknown command with the nearest right one."""
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], _COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_COMMANDS)}"
-            ctx.fail(f"no such command {args[0]!r}; {hint}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list without importing the commands, as click's own would."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
-
-
-@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=LazyGroup, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="headstart")
 def cli() -> None:
     """LLM inference that never computes the same prompt twice."""

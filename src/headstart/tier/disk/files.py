@@ -11,7 +11,7 @@ from threading import Condition
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.directory import Directory
-from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 
@@ -28,7 +28,10 @@ class _Open:
 class SegmentFiles:
     """Handles of segment files by name. A handle is never closed under somebody who holds it."""
 
-    def __init__(self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES) -> None:
+    def __init__(
+        self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES, mode: OpenMode = "write"
+    ) -> None:
+        self._mode: OpenMode = mode
         self._disk = disk
         self._directory = directory
         self._max_idle = max_idle
@@ -125,7 +128,7 @@ class SegmentFiles:
         return opened.handle
 
     def _open_checked(self, segment: Segment) -> Handle:
-        handle = self._disk.open(self._directory.segment_path(segment.name), "write", bulk=True)
+        handle = self._disk.open(self._directory.segment_path(segment.name), self._mode, bulk=True)
         try:
             size = self._disk.facts(handle).size
             data = bytearray(min(segment.header_bytes, size))

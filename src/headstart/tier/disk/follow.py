@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headstart.errors import StoreError
 from headstart.tier.disk.directory import Directory
-from headstart.tier.disk.door import Disk
+from headstart.tier.disk.door import Disk, OpenMode
 from headstart.tier.disk.journal import JournalTail
 from headstart.tier.disk.records import Record
 
@@ -15,8 +15,17 @@ from headstart.tier.disk.records import Record
 class Others:
     """Tails of all other writers' journals. Not safe from many threads: the caller lets one in at a time."""
 
-    def __init__(self, disk: Disk, directory: Directory, tails: Sequence[JournalTail], *, own_writer: bytes) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Directory,
+        tails: Sequence[JournalTail],
+        *,
+        own_writer: bytes,
+        mode: OpenMode = "write",
+    ) -> None:
         self._disk = disk
+        self._mode: OpenMode = mode
         self._directory = directory
         self._own_writer = own_writer
         self._tails = {tail.writer: tail for tail in tails}
@@ -49,7 +58,7 @@ class Others:
             if tail is not None and generation <= tail.generation and not _gone(tail):
                 continue
             try:
-                new = JournalTail(self._disk, self._directory, writer=writer, generation=generation)
+                new = JournalTail(self._disk, self._directory, writer=writer, generation=generation, mode=self._mode)
             except FileNotFoundError:
                 continue  # renewed or removed since it was listed: the next look finds what became of it
             except (OSError, StoreError):

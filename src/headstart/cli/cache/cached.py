@@ -1,0 +1,310 @@
+"""What all verbs of `headstart cache` share: which directories, which prefixes in them, how they are opened to be changed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.block.representation import Representation
+from headstart.cache.prefixes import Prefix, Prefixes, Spot
+from headstart.cli.settings import chosen_config
+from headstart.config import CacheConfig, parse_size
+from headstart.errors import ConfigError, NotThere, StoreError
+from headstart.policy.retention import Retention
+from headstart.tier.base import ExtentInfo
+from headstart.tier.devices import devices_of
+from headstart.tier.disk import DiskTier
+from headstart.tier.disk.directory import MARKER
+from headstart.tier.disk.look import Look
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+LEAST_DIGITS = 8  # of a key on the command line
+SHOWN_DIGITS = 12
+_CANDIDATES = 8
+_BATCH = 256  # extents that are changed at once
+_ROOM_BYTES = 256 << 20
+
+
+def cache_options(command: Command) -> Command:
+    """Add what every verb takes: where the cache lies, and whether to answer in JSON."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="print one JSON object"),
+        click.option("--config", "config_file", type=_FILE, help="TOML file with the server's settings"),
+        click.option(
+            "--directory",
+            "directories",
+            type=_FILE,
+            multiple=True,
+            help="where the cache lies; may be given several times  [default: cache.directory]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def wanted_options(command: Command) -> Command:
+    """Add what chooses among prefixes; `Wanted` reads it."""
+    for option in (
+        click.option("--older-than", metavar="TIME", help="only prefixes written longer ago than 30m, 12h or 7d"),
+        click.option(
+            "--representation", metavar="TEXT", help="only prefixes whose representation has this in its name or digest"
+        ),
+        click.option("--pinned", is_flag=True, help="only pinned prefixes"),
+        click.option("--class", "retention", metavar="NAME", help="only prefixes of this retention class"),
+        click.option("--tenant", metavar="NAME", help="only prefixes of this tenant"),
+    ):
+        command = option(command)
+    return command
+
+
+_FILE = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which prefixes a command is about: those that fit all that is given; every one where nothing is."""
+
+    tenant: str | None = None
+    retention: str | None = None
+    pinned: bool = False
+    representation: str | None = None
+    older_than: str | None = None
+
+    @property
+    def given(self) -> bool:
+        return self != Wanted()
+
+    def fits(self, cached: Cached, info: ExtentInfo, now_ms: int) -> bool:
+        return (
+            (self.tenant is None or info.tenant == self.tenant)
+            and (self.retention is None or info.retention == self.retention)
+            and (not self.pinned or is_pinned(info, now_ms))
+            and (self.older_than is None or info.created_ms < now_ms - duration_ms(self.older_than))
+            and (self.representation is None or cached.is_called(info.representation, self.representation))
+        )
+
+
+class Cached:
+    """One cache, in one directory or several, as it was when it was looked at."""
+
+    def __init__(self, looks: Sequence[Look], config: CacheConfig) -> None:
+        self.looks = looks
+        self.config = config
+        self.now_ms = int(time.time() * 1000)
+        self.extents: list[ExtentInfo] = []
+        self.look_of: list[Look] = []
+        for look in looks:
+            found = look.extents()
+            self.extents += found
+            self.look_of += [look] * len(found)
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        return Prefixes(self.extents)
+
+    def representation(self, digest: bytes) -> Representation | None:
+        return next((found for look in self.looks if (found := look.representation(digest)) is not None), None)
+
+    def name_of(self, digest: bytes) -> str:
+        """Return a representation in words that tell it from most others, and the beginning of its digest."""
+        found = self.representation(digest)
+        return representation_name(found, digest)
+
+    def is_called(self, digest: bytes, text: str) -> bool:
+        return digest.hex().startswith(text.lower()) or text in self.name_of(digest)
+
+    def chosen(self, wanted: Wanted) -> list[Prefix]:
+        return [prefix for prefix in self.prefixes.all() if wanted.fits(self, prefix.info, self.now_ms)]
+
+    def named(self, key: str, *, representation: str | None = None) -> list[Spot]:
+        """Return the block that a key names; several where it is stored in several representations. Raises NotThere,
+        BadParameter for what is no key or names several."""
+        require_key(key)
+        found = {
+            full: [
+                s
+                for s in spots
+                if representation is None or self.is_called(self.extents[s.extent].representation, representation)
+            ]
+            for full, spots in self.prefixes.find(key).items()
+        }
+        found = {full: spots for full, spots in found.items() if spots}
+        if len(found) > 1:
+            some = ", ".join(full.hex()[: max(SHOWN_DIGITS, len(key) + 4)] for full in list(found)[:_CANDIDATES])
+            more = ", …" if len(found) > _CANDIDATES else ""
+            raise click.BadParameter(f"{key} names {len(found)} blocks: {some}{more}; give more digits", param_hint="KEY")
+        for spots in found.values():
+            return spots
+        raise NotThere(f"no stored block has a key that begins with {key}; `headstart cache ls` lists what is there", key=key)
+
+    @contextmanager
+    def opened(self, extents: Iterable[int]) -> Iterator[Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]]:
+        """Open the directories in which extents lie, to change them; gives the extents in their order, some at once, with their
+        tier and what that knows of them. Those that have gone since are left out."""
+        wanted = list(extents)
+        with ExitStack() as stack:
+            tiers: dict[int, tuple[DiskTier, dict[str, ExtentInfo]]] = {}
+            for look in {id(self.look_of[i]): self.look_of[i] for i in wanted}.values():
+                tier = open_looked_at(look, self.config)
+                stack.callback(tier.close)
+                tiers[id(look)] = tier, {info.where: info for info in tier.scan()}
+            yield self._batches(wanted, tiers)
+
+    def _batches(
+        self, wanted: Sequence[int], tiers: dict[int, tuple[DiskTier, dict[str, ExtentInfo]]]
+    ) -> Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]:
+        for look, some in groupby(wanted, key=lambda i: id(self.look_of[i])):
+            tier, found = tiers[look]
+            mine = list(some)
+            for first in range(0, len(mine), _BATCH):
+                batch = mine[first : first + _BATCH]
+                yield tier, {i: here for i in batch if (here := found.get(self.extents[i].where)) is not None}
+
+
+@contextmanager
+def looked(directories: Sequence[Path], config_file: Path | None, *, alone: bool = False) -> Iterator[Cached]:
+    """Look at the directories that are named, or else at those of the configuration, with the devices that belong to them;
+    `alone`: without."""
+    config = chosen_config(config_file, {}).cache
+    with ExitStack() as stack:
+        roots = [path.expanduser() for path in directories] or list(config.directories)
+        more = [] if alone else _other_devices(roots)
+        yield Cached([stack.enter_context(looking(root, retention_of(config))) for root in [*roots, *more]], config)
+
+
+def _other_devices(roots: Sequence[Path]) -> list[Path]:
+    """Return the devices that belong to the same sets as `roots`; those that are not there are told and left out."""
+    more: list[Path] = []
+    for root in roots:
+        try:
+            entries = devices_of(root)
+        except OSError:
+            continue  # looking at it says what is wrong
+        for entry in entries:
+            if entry.state == "removed" or any(_is_same(entry.path, other) for other in (*roots, *more)):
+                continue
+            if (entry.path / MARKER).exists():
+                more.append(entry.path)
+            else:
+                click.echo(f"device {entry.path} of {root} is not there; what lies on it is not seen", err=True)
+    return more
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+@contextmanager
+def looking(root: Path, retention: Retention) -> Iterator[Look]:
+    try:
+        look = Look(root, retention=retention)
+    except OSError as error:
+        raise StoreError(f"cache directory {root} cannot be read: {error.strerror or error}; check the disk") from error
+    with look:
+        yield look
+
+
+def capacity_of(config: CacheConfig, root: Path) -> int:
+    """Return what the configuration lets one directory take; about that where several share a size."""
+    size = parse_size(config.capacity, of_bytes=shutil.disk_usage(root).total)
+    return size if config.capacity.strip().endswith("%") else size // len(config.directories)
+
+
+def retention_of(config: CacheConfig) -> Retention:
+    return Retention.of(config.retention, config.quotas).shared_by(len(config.directories))
+
+
+def open_tier(root: Path, *, config: CacheConfig, capacity_bytes: int) -> DiskTier:
+    """Open a directory as one more writer. What is changed would survive a power loss."""
+    try:
+        return DiskTier.open(root, capacity_bytes=capacity_bytes, durability="data", retention=retention_of(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def open_looked_at(look: Look, config: CacheConfig) -> DiskTier:
+    """Open a directory to change what is in it. Its capacity is at least what is there, so that opening a cache never costs
+    anything in it, whatever capacity its server was given."""
+    configured = capacity_of(config, look.root)
+    return open_tier(look.root, config=config, capacity_bytes=max(configured, look.charged_bytes * 5 // 4 + _ROOM_BYTES))
+
+
+def is_pinned(info: ExtentInfo, now_ms: int) -> bool:
+    return info.pinned_until_ms is not None and info.pinned_until_ms > now_ms
+
+
+def require_key(key: str) -> None:
+    if len(key) < LEAST_DIGITS or set(key.lower()) - set("0123456789abcdef"):
+        raise click.BadParameter(f"{key!r} is no key; give at least {LEAST_DIGITS} hex digits, as `ls` shows", param_hint="KEY")
+
+
+def representation_name(representation: Representation | None, digest: bytes) -> str:
+    short = digest.hex()[:8]
+    if representation is None:
+        return f"unknown@{short}"
+    parts = [representation.layout, representation.dtype]
+    parts += [part for part in (representation.quantisation, representation.shard) if part not in ("none", "replicated")]
+    return f"{' '.join(parts)}@{short}"
+
+
+def duration_ms(text: str) -> int:
+    """Return milliseconds for "90s", "30m", "12h", "7d" or "2w"."""
+    number, unit = text[:-1], text[-1:].lower()
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}.get(unit)
+    try:
+        if seconds is not None and 0 <= float(number) < 1e6:
+            return int(float(number) * seconds * 1000)
+    except ValueError:
+        pass
+    raise click.BadParameter(f'{text!r} is no time; write "90s", "30m", "12h", "7d" or "2w"')
+
+
+def as_tokens(blocks: int) -> int:
+    return blocks * BLOCK_TOKENS
+
+
+def as_bytes(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def as_age(ms: int) -> str:
+    seconds = max(ms, 0) / 1000
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def as_time(ms: int | None) -> str | None:
+    """Return a time as ISO 8601 in UTC; None stays."""
+    if ms is None:
+        return None
+    try:
+        return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{ms} ms"
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
+    """Yield lines of columns, the first row being the headings; `right` names the columns of numbers."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,332 @@
+"""`ls`, `show`, `stat`, `du`: what is there. They change nothing, and work on a read-only file system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headstart.block.extent import ExtentHeader
+from headstart.block.whole import examine
+from headstart.cache.prefixes import Prefix, Spot
+from headstart.cli.cache import DAMAGED
+from headstart.cli.cache.cached import (
+    SHOWN_DIGITS,
+    Cached,
+    Wanted,
+    as_age,
+    as_bytes,
+    as_time,
+    as_tokens,
+    cache_options,
+    capacity_of,
+    is_pinned,
+    looked,
+    require_key,
+    table,
+    wanted_options,
+)
+from headstart.errors import HeadstartError, NotThere
+from headstart.tier.disk.scrub import require_same
+
+_FIRST_TOKENS = 16  # that `show` tells
+_SORTS = {
+    "used": lambda prefix: prefix.info.last_used,
+    "bytes": lambda prefix: prefix.nbytes,
+    "tokens": lambda prefix: prefix.blocks,
+    "created": lambda prefix: prefix.info.created_ms,
+}
+
+
+@click.command()
+@cache_options
+@wanted_options
+@click.option("--limit", type=click.IntRange(min=1), help="at most so many lines")
+@click.option("--sort", type=click.Choice(list(_SORTS)), default="used", help="largest or latest first  [default: used]")
+def ls(
+    directories: tuple[Path, ...], config_file: Path | None, as_json: bool, limit: int | None, sort: str, **wanted: Any
+) -> None:
+    """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
+    extents that it lies in, so what prefixes share is counted with each of them; `du` counts once."""
+    with looked(directories, config_file) as cached:
+        found = sorted(cached.chosen(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
+        shown = [_facts(cached, prefix) for prefix in found[:limit]]
+    if as_json:
+        click.echo(json.dumps({"prefixes": shown, "total": len(found)}))
+        return
+    rows = [("KEY", "TOKENS", "BYTES", "CLASS", "TENANT", "AGE", "USED", "PINNED", "REPRESENTATION")]
+    for fact in shown:
+        rows.append(
+            (
+                fact["key"][:SHOWN_DIGITS],
+                str(fact["tokens"]),
+                as_bytes(fact["bytes"]),
+                fact["class"],
+                fact["tenant"] or "-",
+                as_age(cached.now_ms - fact["created_ms"]),
+                str(fact["last_used"]),
+                "until " + fact["pinned_until"] if fact["pinned_until"] else "-",
+                fact["representation"],
+            )
+        )
+    for line in table(rows, right=(1, 2, 5, 6)):
+        click.echo(line)
+    if len(shown) < len(found):
+        click.echo(f"{len(found) - len(shown)} more", err=True)
+
+
+def _facts(cached: Cached, prefix: Prefix) -> dict[str, Any]:
+    info = prefix.info
+    return {
+        "key": prefix.key.hex(),
+        "tokens": as_tokens(prefix.blocks),
+        "bytes": prefix.nbytes,
+        "own_bytes": prefix.own_bytes,
+        "class": info.retention,
+        "tenant": info.tenant,
+        "created_ms": info.created_ms,
+        "last_used": info.last_used,
+        "pinned_until": as_time(info.pinned_until_ms) if is_pinned(info, cached.now_ms) else None,
+        "representation": cached.name_of(info.representation),
+    }
+
+
+@click.command()
+@click.argument("key")
+@cache_options
+@click.option("--representation", metavar="TEXT", help="only in the representation that has this in its name or digest")
+def show(key: str, directories: tuple[Path, ...], config_file: Path | None, as_json: bool, representation: str | None) -> int:
+    """Tell everything about the prefix that ends with block KEY: its extents and where they lie, what their headers say, its
+    promises. Of one that is no longer there, when and why it was removed, where that is still remembered."""
+    require_key(key)
+    with looked(directories, config_file) as cached:
+        try:
+            spots = cached.named(key, representation=representation)
+        except NotThere as error:
+            removals = _removals(cached, key)
+            if not removals:
+                raise NotThere(
+                    f"no stored block has a key that begins with {key}, and no removal of one is remembered: it was never "
+                    "written here, or went long ago",
+                    key=key,
+                ) from error
+            if as_json:
+                click.echo(json.dumps({"prefixes": [], "removals": removals}))
+            else:
+                for removal in removals:
+                    what = "quarantined" if removal["quarantined"] else "removed"
+                    click.echo(f"{removal['key'][:SHOWN_DIGITS]} was {what} at {removal['time']}: {removal['reason']}")
+            return NotThere.exit_code
+        found = [_whole_facts(cached, spot) for spot in spots]
+    if as_json:
+        click.echo(json.dumps({"prefixes": found, "removals": []}))
+    else:
+        for facts in found:
+            _tell(facts)
+    return DAMAGED if any("fault" in extent for facts in found for extent in facts["extents"]) else 0
+
+
+def _removals(cached: Cached, key: str) -> list[dict[str, Any]]:
+    """Return what is remembered of blocks that were removed, the latest first."""
+    wanted = key.lower()[:32]
+    found = []
+    for look in cached.looks:
+        for removal in look.removals():
+            prefixes = removal.prefixes.hex()
+            keys = [prefixes[at : at + 32] for at in range(0, len(prefixes), 32)]
+            for one in keys:
+                if one.startswith(wanted):
+                    found.append(
+                        {
+                            "key": one,
+                            "time": as_time(removal.time_ms),
+                            "reason": removal.reason,
+                            "quarantined": removal.quarantined,
+                        }
+                    )
+    return found[::-1]
+
+
+def _whole_facts(cached: Cached, spot: Spot) -> dict[str, Any]:
+    prefix = cached.prefixes.at(spot)
+    chain = cached.prefixes.chain(spot)
+    used = cached.prefixes.used_blocks(chain, spot)
+    layout = cached.representation(prefix.info.representation)
+    facts = _facts(cached, prefix)
+    facts["representation_digest"] = prefix.info.representation.hex()
+    facts["kind"] = layout.kind if layout else None
+    facts["layout"] = layout.layout if layout else None
+    facts["dtype"] = layout.dtype if layout else None
+    facts["layers"] = layout.layers if layout else None
+    facts["piece_tokens"] = layout.piece_tokens if layout else None
+    facts["guaranteed_until"] = as_time(prefix.info.guaranteed_until_ms or None)
+    facts["expires"] = as_time(prefix.info.expires_ms)
+    facts["continued_by"] = len(cached.prefixes.continuing(spot) - {spot.extent})
+    facts["extents"] = [_extent_facts(cached, i, blocks) for i, blocks in zip(chain, used, strict=True)]
+    first = next((extent for extent in facts["extents"] if extent.get("first_tokens")), None)
+    facts["first_tokens"] = first["first_tokens"] if first is not None and first is facts["extents"][0] else []
+    return facts
+
+
+def _extent_facts(cached: Cached, i: int, used_blocks: int) -> dict[str, Any]:
+    info, look = cached.extents[i], cached.look_of[i]
+    where = look.where(info.id)
+    facts: dict[str, Any] = {
+        "file": str(where[0]) if where else None,
+        "offset": where[1] if where else None,
+        "bytes": info.extent_bytes,
+        "blocks": info.blocks,
+        "used_blocks": used_blocks,
+        "class": info.retention,
+        "tenant": info.tenant,
+        "last_used": info.last_used,
+        "created": as_time(info.created_ms),
+    }
+    layout = cached.representation(info.representation)
+    try:
+        image = look.read(info.id)
+        if image is None:
+            return facts | {"fault": "it was removed while it was looked at"}
+        if layout is not None:
+            header: ExtentHeader = examine(image, layout)
+            require_same(header, info)
+            facts |= {
+                "key": header.keys[used_blocks - 1].hex(),
+                "check": header.algorithm,
+                "state_bytes": header.state_bytes,
+                "salted_or_contents": any(header.extras),
+                "first_tokens": header.tokens[:_FIRST_TOKENS].tolist(),
+            }
+    except (HeadstartError, OSError) as error:
+        facts["fault"] = str(error)
+    return facts
+
+
+def _tell(facts: dict[str, Any]) -> None:
+    last = facts["extents"][-1]
+    click.echo(f"key             {last.get('key', facts['key'])}")
+    click.echo(f"tokens          {facts['tokens']}  (begins {' '.join(map(str, facts['first_tokens'][:8]))} …)")
+    click.echo(f"bytes           {as_bytes(facts['bytes'])}, {as_bytes(facts['own_bytes'])} for this prefix alone")
+    click.echo(f"continued by    {facts['continued_by']} prefixes")
+    click.echo(f"class, tenant   {facts['class']}, {facts['tenant'] or '-'}")
+    click.echo(f"representation  {facts['representation']}: {facts['kind']}, {facts['layers']} layers")
+    click.echo(f"kept until      {facts['guaranteed_until'] or 'room is needed'}; expires {facts['expires'] or 'never'}")
+    click.echo(f"pinned until    {facts['pinned_until'] or '-'}")
+    for extent in facts["extents"]:
+        state = f"  WRONG: {extent['fault']}" if "fault" in extent else ""
+        click.echo(
+            f"extent          {extent['file']}, byte {extent['offset']}: {extent['used_blocks']} of {extent['blocks']} blocks, "
+            f"{as_bytes(extent['bytes'])}, written {extent['created']}{state}"
+        )
+
+
+@click.command()
+@cache_options
+def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
+    """Tell how full the cache is, and of what. What a running server counts (hits, bytes written) is at its /metrics."""
+    with looked(directories, config_file) as cached:
+        facts = _stat(cached)
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for device in facts["devices"]:
+        click.echo(f"{device['directory']}")
+        click.echo(
+            f"  charged      {as_bytes(device['charged_bytes'])} of {as_bytes(device['capacity_bytes'])} by configuration"
+        )
+        click.echo(
+            f"  free         {as_bytes(device['free_bytes'])} of {as_bytes(device['file_system_bytes'])} on the file system"
+        )
+        click.echo(f"  segments     {device['segments']}, {device['extents']} extents, {as_bytes(device['live_bytes'])} alive")
+        if device["unexplained_files"] or device["incomplete"]:
+            click.echo(
+                f"  not seen     {device['unexplained_files']} files that no journal speaks of; the next opening reads them"
+            )
+    click.echo(f"prefixes       {facts['prefixes']} of {facts['tokens']} stored tokens, {facts['pinned_prefixes']} pinned")
+    for name in ("class", "tenant", "representation"):
+        for value, nbytes in facts[f"live_bytes_by_{name}"].items():
+            click.echo(f"{name:14} {value or '-'}: {as_bytes(nbytes)}")
+    if facts["removed"]:
+        removed = ", ".join(f"{count} {reason}" for reason, count in facts["removed"].items())
+        click.echo(f"lately removed {removed}")
+
+
+def _stat(cached: Cached) -> dict[str, Any]:
+    prefixes = cached.prefixes.all()
+    devices = []
+    for look in cached.looks:
+        mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
+        usage = shutil.disk_usage(look.root)
+        devices.append(
+            {
+                "directory": str(look.root),
+                "capacity_bytes": capacity_of(cached.config, look.root),
+                "charged_bytes": look.charged_bytes,
+                "live_bytes": sum(info.extent_bytes for info in mine),
+                "extents": len(mine),
+                "segments": look.segments,
+                "free_bytes": usage.free,
+                "file_system_bytes": usage.total,
+                "unexplained_files": look.unexplained_files,
+                "incomplete": look.incomplete,
+            }
+        )
+    removed = Counter(removal.reason or "earlier" for look in cached.looks for removal in look.removals())
+    return {
+        "devices": devices,
+        "prefixes": len(prefixes),
+        "tokens": as_tokens(sum(info.blocks for info in cached.extents)),
+        "pinned_prefixes": sum(is_pinned(prefix.info, cached.now_ms) for prefix in prefixes),
+        "live_bytes": sum(info.extent_bytes for info in cached.extents),
+        "charged_bytes": sum(look.charged_bytes for look in cached.looks),
+        **{f"live_bytes_by_{name}": sums for name, sums in _sums(cached).items() if name != "directory"},
+        "removed": dict(removed.most_common()),
+    }
+
+
+@click.command()
+@cache_options
+@click.option(
+    "--by",
+    type=click.Choice(["directory", "representation", "class", "tenant"]),
+    multiple=True,
+    help="only these sums; may be given several times",
+)
+def du(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, by: tuple[str, ...]) -> None:
+    """Add up the bytes of stored extents. What prefixes share is counted once."""
+    with looked(directories, config_file) as cached:
+        sums = {name: values for name, values in _sums(cached).items() if not by or name in by}
+        total = sum(info.extent_bytes for info in cached.extents)
+        charged = sum(look.charged_bytes for look in cached.looks)
+    if as_json:
+        click.echo(
+            json.dumps({"total_bytes": total, "charged_bytes": charged, **{f"by_{name}": s for name, s in sums.items()}})
+        )
+        return
+    rows = [("BYTES", "BY", "")]
+    for name, values in sums.items():
+        rows += [(as_bytes(nbytes), name, value or "-") for value, nbytes in values.items()]
+    rows.append((as_bytes(total), "total", f"the file system charges {as_bytes(charged)}"))
+    for line in table(rows, right=(0,)):
+        click.echo(line)
+
+
+def _sums(cached: Cached) -> dict[str, dict[str, int]]:
+    """Return bytes by directory, representation, class and tenant, the largest first."""
+    sums: dict[str, Counter[str]] = {name: Counter() for name in ("directory", "representation", "class", "tenant")}
+    names: dict[bytes, str] = {}
+    for info, look in zip(cached.extents, cached.look_of, strict=True):
+        if info.representation not in names:
+            names[info.representation] = cached.name_of(info.representation)
+        for name, value in (
+            ("directory", str(look.root)),
+            ("representation", names[info.representation]),
+            ("class", info.retention),
+            ("tenant", info.tenant),
+        ):
+            sums[name][value] += info.extent_bytes
+    return {name: dict(counter.most_common()) for name, counter in sums.items()}

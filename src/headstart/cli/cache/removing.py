@@ -1,0 +1,298 @@
+"""`rm` and `gc`: letting go, on demand and by the rules. Children go before what they run on from, so that an interruption
+leaves nothing that could not be found any more."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from headstart.block.whole import examine, part_of
+from headstart.cache.prefixes import Spot
+from headstart.cli.cache import INCOMPLETE
+from headstart.cli.cache.cached import (
+    SHOWN_DIGITS,
+    Cached,
+    Wanted,
+    as_bytes,
+    cache_options,
+    is_pinned,
+    looked,
+    open_looked_at,
+    wanted_options,
+)
+from headstart.cli.progress import shown_progress
+from headstart.config import parse_size
+from headstart.errors import HeadstartError
+from headstart.policy.eviction import choose_victims, worth_of
+from headstart.tier.base import Terms
+
+_LISTED = 20  # prefixes that a dry run names
+
+
+@dataclass(slots=True)
+class Removed:
+    """What became of a removal, in extents. `leased`: somebody reads them, or they could not be removed."""
+
+    removed: int = 0
+    bytes: int = 0
+    shortened: int = 0
+    leased: int = 0
+
+    def __add__(self, other: Removed) -> Removed:
+        return Removed(
+            self.removed + other.removed,
+            self.bytes + other.bytes,
+            self.shortened + other.shortened,
+            self.leased + other.leased,
+        )
+
+
+@click.command()
+@click.argument("keys", metavar="[KEY...]", nargs=-1)
+@cache_options
+@wanted_options
+@click.option("--all", "everything", is_flag=True, help="every prefix")
+@click.option("--dry-run", is_flag=True, help="only tell what would go")
+@click.option("--yes", is_flag=True, help="do not ask back where more than one prefix goes")
+def rm(
+    keys: tuple[str, ...],
+    directories: tuple[Path, ...],
+    config_file: Path | None,
+    as_json: bool,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    **options: Any,
+) -> int:
+    """Remove the prefixes that go through the blocks KEY, or all that fit the options, with everything that only they need.
+    What another prefix needs as well stays; an extent that others need the beginning of is cut behind that. Pinned
+    prefixes stay, and so does what somebody reads now."""
+    wanted = Wanted(**options)
+    if bool(keys) + wanted.given + everything != 1:
+        raise click.UsageError("say what is to go: either keys, or options such as --tenant or --older-than, or --all")
+    with looked(directories, config_file) as cached:
+        spots = [spot for key in keys for spot in cached.named(key)]
+        if keys:
+            ends = {end for spot in spots for end in cached.prefixes.continuing(spot)}
+        else:
+            ends = {prefix.spot.extent for prefix in cached.chosen(wanted)}
+        pinned = _pinned(cached)
+        refused = {end for end in ends if end in pinned}
+        going = cached.prefixes.only_for(ends - refused)
+        if not keys:  # what is found elsewhere as well has no prefix of its own, but may be somebody's
+            going += [
+                i
+                for i, info in enumerate(cached.extents)
+                if cached.prefixes.found_elsewhere(i) and i not in set(going) and wanted.fits(cached, info, cached.now_ms)
+            ]
+        going = [i for i in going if i not in pinned]
+        cuts = _cuts(cached, spots, set(going))
+        if not dry_run and not yes and len(ends - refused) > 1:
+            nbytes = sum(cached.extents[i].extent_bytes for i in going)
+            raise click.UsageError(
+                f"{len(ends - refused)} prefixes of {as_bytes(nbytes)} would go; look with --dry-run, or give --yes"
+            )
+        done = Removed()
+        if not dry_run:
+            done = _remove(cached, going, reason="user") + _shorten(cached, cuts)
+        names = [cached.prefixes.at(Spot(i, cached.extents[i].blocks - 1)).key.hex() for i in sorted(ends - refused)]
+        facts = {
+            "dry_run": dry_run,
+            "prefixes": names,
+            "extents": len(going) if dry_run else done.removed,
+            "bytes": sum(cached.extents[i].extent_bytes for i in going) if dry_run else done.bytes,
+            "shortened_extents": len(cuts) if dry_run else done.shortened,
+            "pinned_prefixes": len(refused),
+            "leased_extents": done.leased,
+        }
+    _tell(facts, as_json)
+    return INCOMPLETE if refused or done.leased or (cuts and not dry_run and done.shortened < len(cuts)) else 0
+
+
+def _tell(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    verb = "would go" if facts["dry_run"] else "went"
+    if facts["dry_run"]:
+        for name in facts["prefixes"][:_LISTED]:
+            click.echo(f"{name[:SHOWN_DIGITS]} would go")
+        if len(facts["prefixes"]) > _LISTED:
+            click.echo(f"… and {len(facts['prefixes']) - _LISTED} more")
+    click.echo(f"{len(facts['prefixes'])} prefixes {verb}: {facts['extents']} extents, {as_bytes(facts['bytes'])}")
+    if facts["shortened_extents"]:
+        click.echo(
+            f"{facts['shortened_extents']} extents {'would be' if facts['dry_run'] else 'were'} cut behind what others need"
+        )
+    if facts["pinned_prefixes"]:
+        click.echo(f"{facts['pinned_prefixes']} pinned prefixes stay; `headstart cache unpin` them first", err=True)
+    if facts["leased_extents"]:
+        click.echo(f"{facts['leased_extents']} extents are being read and stay; try again", err=True)
+
+
+def _pinned(cached: Cached) -> set[int]:
+    """Return the extents that are pinned, and those that they run on from."""
+    found: set[int] = set()
+    for i, info in enumerate(cached.extents):
+        if is_pinned(info, cached.now_ms):
+            found.update(cached.prefixes.chain(Spot(i, 0)))
+    return found
+
+
+def _cuts(cached: Cached, spots: Iterable[Spot], going: set[int]) -> dict[int, int]:
+    """Return the extents that hold a named block and stay because others need their beginning, with the pieces that those
+    need."""
+    cuts: dict[int, int] = {}
+    pinned = _pinned(cached)
+    for spot in spots:
+        if spot.extent in going or spot.extent in pinned:
+            continue
+        layout = cached.representation(cached.extents[spot.extent].representation)
+        if layout is None or layout.state == "required":
+            continue
+        pieces = -(-cached.prefixes.needed_blocks(spot.extent, going) // layout.blocks_per_piece)
+        if 0 < pieces * layout.blocks_per_piece <= spot.position:
+            cuts[spot.extent] = pieces
+    return cuts
+
+
+def _remove(cached: Cached, going: Sequence[int], *, reason: str) -> Removed:
+    """Remove extents, in that order."""
+    done = Removed()
+    with shown_progress() as on_progress, cached.opened(going) as found:
+        for tier, some in found:
+            on_progress("removing", (done.removed + done.leased) / max(len(going), 1))
+            tier.delete([here.id for here in some.values()], reason=reason)
+            for here in some.values():
+                if tier.info(here.id) is not None:
+                    done.leased += 1
+                else:
+                    done.removed += 1
+                    done.bytes += here.extent_bytes
+    return done
+
+
+def _shorten(cached: Cached, cuts: dict[int, int]) -> Removed:
+    """Cut extents behind so many of their pieces."""
+    done = Removed()
+    with cached.opened(cuts) as found:
+        for tier, some in found:
+            for i, here in some.items():
+                layout = cached.representation(here.representation)
+                whole = None if layout is None else cached.look_of[i].read(cached.extents[i].id)
+                if layout is None or whole is None:
+                    continue
+                image = part_of(whole, examine(whole, layout), layout, first_piece=0, pieces=cuts[i])
+                if not tier.delete([here.id], reason="user"):
+                    done.leased += 1
+                    continue
+                # Only now: while the whole extent is there, its beginning counts as present.
+                terms = Terms(retention=here.retention, tenant=here.tenant)
+                done.shortened += tier.write(image, layout, terms=terms, position=cached.prefixes.blocks_before(i)).stored
+                done.bytes += here.extent_bytes - image.nbytes
+    return done
+
+
+@click.command()
+@cache_options
+@click.option("--to", "target", metavar="SIZE", help="let go until no more than this is taken, the least worthy first")
+@click.option("--for", "seconds", type=click.FloatRange(min=0), help="stop joining short runs after so many seconds")
+@click.option("--dry-run", is_flag=True, help="only tell what would go")
+def gc(
+    directories: tuple[Path, ...],
+    config_file: Path | None,
+    as_json: bool,
+    target: str | None,
+    seconds: float | None,
+    dry_run: bool,
+) -> int:
+    """Let go what is older than its class may grow, give back space, join short runs of one prefix into long ones. With --to,
+    let go also what is least worth keeping, in the order in which the cache itself would."""
+    with looked(directories, config_file) as cached:
+        pinned = _pinned(cached)
+        expired = {
+            i
+            for i, info in enumerate(cached.extents)
+            if info.expires_ms is not None and info.expires_ms <= cached.now_ms and i not in pinned
+        }
+        going = expired | set(_above(cached, target, pinned, expired) if target is not None else ())
+        nbytes = sum(cached.extents[i].extent_bytes for i in going)
+        done, steps = Removed(removed=len(going), bytes=nbytes), 0
+        interrupted = False
+        if not dry_run:
+            last_first = cached.prefixes.order(going)[::-1]
+            done = _remove(cached, [i for i in last_first if i in expired], reason="expired")
+            done += _remove(cached, [i for i in last_first if i not in expired], reason="capacity")
+            try:
+                steps = _tend(cached, seconds)
+            except KeyboardInterrupt:
+                interrupted = True
+    facts = {
+        "dry_run": dry_run,
+        "expired_extents": len(expired),
+        "extents": done.removed,
+        "bytes": done.bytes,
+        "leased_extents": done.leased,
+        "upkeep_steps": steps,
+        "interrupted": interrupted,
+    }
+    if as_json:
+        click.echo(json.dumps(facts))
+    else:
+        verb = "would go" if dry_run else "went"
+        click.echo(f"{done.removed} extents {verb} ({len(expired)} of them too old): {as_bytes(done.bytes)}")
+        if steps:
+            click.echo(f"{steps} steps of upkeep")
+        if done.leased:
+            click.echo(f"{done.leased} extents are being read and stay; try again", err=True)
+    if interrupted:
+        return 130
+    return INCOMPLETE if done.leased else 0
+
+
+def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> list[int]:
+    """Return what to let go so that no more than the target is taken."""
+    target_bytes = parse_size(target)
+    charged = sum(look.charged_bytes for look in cached.looks)
+    needed = charged - target_bytes - sum(cached.extents[i].extent_bytes for i in expired)
+    if needed <= 0 or not cached.extents:
+        return []
+    infos = cached.extents
+    held = np.array([i in pinned or i in expired for i in range(len(infos))], np.bool_)
+    worth = worth_of(
+        last_used=np.array([info.last_used for info in infos], np.int64),
+        promised_ms=np.array([info.guaranteed_until_ms for info in infos], np.int64),
+        held=held,
+        parents=cached.prefixes.parents,
+        now_ms=cached.now_ms,
+    )
+    nbytes = np.array([info.extent_bytes for info in infos], np.int64)
+    chosen = choose_victims(worth=worth, nbytes=nbytes, needed_bytes=needed).tolist()
+    if int(nbytes[chosen].sum()) < needed:
+        raise HeadstartError(
+            f"{as_bytes(charged)} are taken and {target} cannot be reached: too much of it is pinned; unpin some"
+        )
+    return [int(i) for i in chosen]
+
+
+def _tend(cached: Cached, seconds: float | None) -> int:
+    """Have every directory do its upkeep until there is none left, or for so long."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    steps = 0
+    with shown_progress() as on_progress:
+        for look in cached.looks:
+            tier = open_looked_at(look, cached.config)
+            try:
+                while (deadline is None or time.monotonic() < deadline) and tier.tend():
+                    steps += 1
+                    on_progress(f"upkeep of {look.root}", None)
+            finally:
+                tier.close()
+    return steps

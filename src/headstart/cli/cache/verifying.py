@@ -1,0 +1,157 @@
+"""`verify`: a scrub. Reads under leases like any reader, so it may run beside servers, at a rate that leaves them the disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headstart.cli.cache import DAMAGED, REPAIRED
+from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, cache_options, looked, open_looked_at
+from headstart.cli.progress import OnProgress, shown_progress
+from headstart.config import parse_size
+from headstart.errors import StoreError
+from headstart.tier.base import Problem
+from headstart.tier.disk.look import Look
+from headstart.tier.disk.scrub import Examined, scrub
+
+INTERRUPTED = 130
+
+
+@click.command()
+@cache_options
+@click.option("--rate", metavar="SIZE", default="256MiB", help="read at most so much a second  [default: 256MiB]")
+@click.option("--no-repair", is_flag=True, help="only tell what is wrong, and write nothing")
+def verify(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, rate: str, no_repair: bool) -> int:
+    """Read everything that is stored and check it: headers, keys, token ids, every piece. What is wrong is dropped, so that it
+    is computed anew; then books and files are compared. What cannot be read now is left alone: a disk may come back."""
+    rate_bytes = parse_size(rate)
+    if rate_bytes < 1:
+        raise click.BadParameter("a rate of 0 never ends; give one such as 256MiB")
+    wrong: list[tuple[Look, Examined]] = []
+    counts = {"extents": 0, "bytes": 0, "gone": 0}
+    interrupted = False
+    with looked(directories, config_file) as cached:
+        total = sum(info.extent_bytes for info in cached.extents)
+        try:
+            with shown_progress() as on_progress:
+                for look, one in _examined(cached, _Throttle(rate_bytes, on_progress, total)):
+                    counts["extents"] += 1
+                    counts["gone"] += one.gone
+                    counts["bytes"] += 0 if one.gone else one.info.extent_bytes
+                    if one.fault is not None:
+                        wrong.append((look, one))
+        except KeyboardInterrupt:
+            interrupted = True
+        broken = [(look, one) for look, one in wrong if one.fault is not None and not one.fault.unreadable]
+        unreadable = len(wrong) - len(broken)
+        dropped, problems = (0, _unexplained(cached)) if no_repair or interrupted else _repair(cached, broken)
+        facts = {
+            "interrupted": interrupted,
+            "extents": counts["extents"],
+            "extents_in_all": len(cached.extents),
+            "bytes": counts["bytes"],
+            "removed_meanwhile": counts["gone"],
+            "faults": [_facts(look, one) for look, one in wrong],
+            "unreadable": unreadable,
+            "dropped": dropped,
+            "problems": [{"where": problem.where, "what": problem.what} for problem in problems],
+        }
+    if as_json:
+        click.echo(json.dumps(facts))
+    else:
+        _tell(facts)
+    if interrupted:
+        return INTERRUPTED
+    if unreadable:
+        return StoreError.exit_code
+    if dropped < len(broken) or problems:
+        return DAMAGED
+    return REPAIRED if broken else 0
+
+
+class _Throttle:
+    """Sleeps so that no more than a rate is read, and tells how far it is."""
+
+    def __init__(self, rate_bytes: int, on_progress: OnProgress, total_bytes: int) -> None:
+        self._rate_bytes = rate_bytes
+        self._on_progress = on_progress
+        self._total_bytes = max(total_bytes, 1)
+        self._done_bytes = 0
+        self._due = time.monotonic()
+
+    def __call__(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        self._on_progress("reading", min(self._done_bytes / self._total_bytes, 1.0))
+        now = time.monotonic()
+        self._due = max(self._due, now - 0.1) + nbytes / self._rate_bytes
+        if self._due > now:
+            time.sleep(self._due - now)
+
+
+def _examined(cached: Cached, on_bytes: Callable[[int], None]) -> Iterable[tuple[Look, Examined]]:
+    for look in cached.looks:
+        mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
+        for one in scrub(look, mine, on_bytes=on_bytes):
+            yield look, one
+
+
+def _unexplained(cached: Cached) -> list[Problem]:
+    """Return what can be told without writing anything."""
+    problems = [Problem(str(look.root), "a journal cannot be read to its end") for look in cached.looks if look.incomplete]
+    return problems + [
+        Problem(str(look.root), f"{look.unexplained_files} segments that no journal speaks of")
+        for look in cached.looks
+        if look.unexplained_files
+    ]
+
+
+def _repair(cached: Cached, broken: list[tuple[Look, Examined]]) -> tuple[int, list[Problem]]:
+    """Drop what is wrong, and compare what is left with the files. Returns how many extents went, and what is still wrong."""
+    dropped, problems = 0, []
+    for look in cached.looks:
+        places = {one.info.where for owner, one in broken if owner is look}
+        tier = open_looked_at(look, cached.config)
+        try:
+            still = [info.id for info in tier.scan() if info.where in places]
+            removed = tier.delete(still, reason="corrupt")
+            dropped += removed + len(places) - len(still)  # what is gone by now is dropped too
+            problems += tier.check()
+        finally:
+            tier.close()
+    return dropped, problems
+
+
+def _facts(look: Look, one: Examined) -> dict[str, Any]:
+    assert one.fault is not None
+    where = look.where(one.info.id)
+    return {
+        "key": one.info.keys[-1].hex(),
+        "file": str(where[0]) if where else None,
+        "offset": where[1] if where else None,
+        "blocks": one.info.blocks,
+        "reason": one.fault.reason,
+        "what": one.fault.what,
+        "unreadable": one.fault.unreadable,
+    }
+
+
+def _tell(facts: dict[str, Any]) -> None:
+    for fault in facts["faults"]:
+        click.echo(
+            f"{fault['key'][:SHOWN_DIGITS]}  {fault['file']}, byte {fault['offset']}: {fault['what']} ({fault['reason']})"
+        )
+    for problem in facts["problems"]:
+        click.echo(f"{problem['where']}: {problem['what']}")
+    so_far = (
+        f"interrupted after {facts['extents']} of {facts['extents_in_all']}" if facts["interrupted"] else f"{facts['extents']}"
+    )
+    wrong = len(facts["faults"]) - facts["unreadable"]
+    click.echo(
+        f"{so_far} extents, {as_bytes(facts['bytes'])}: {wrong} wrong, {facts['dropped']} dropped, "
+        f"{facts['unreadable']} not readable"
+    )
