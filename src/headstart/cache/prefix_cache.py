@@ -169,7 +169,7 @@ class PrefixCache:
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""
         for source in self._sources:
-            source.pool.warm()
+            source.warm()
 
     def statistics(self) -> CacheStatistics:
         if self._forked:
@@ -231,7 +231,9 @@ class PrefixCache:
             start = int(np.argmin(covered))
             if covered[start]:
                 break
-            placement = source.locate(self._digest, keys[start * per_piece :], deadline=deadline)
+            placement = source.locate(
+                self._digest, keys[start * per_piece :], deadline=deadline, longest_read_s=self._load_timeout_s
+            )
             if placement is not None:
                 pieces = pieces_of(placement, blocks_per_piece=per_piece, excluded=source.quarantine.avoided())
                 found.append((number, pieces))

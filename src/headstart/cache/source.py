@@ -8,37 +8,77 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import TypeVar
 
+import numpy as np
+
 from headstart.cache.faults import Quarantine, counted
-from headstart.cache.lookup_thread import Late, LookupThread
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, Placement, Tier
+from headstart.tier.base import ExtentId, LanedTier, Placement, Tier
+from headstart.tier.lookup_thread import Late, LookupThread
 from headstart.transfer.io_pool import IOPool
 
 _READ_THREADS = 16  # a disk's rate at requests of some hundred KB takes that depth
+_LANE_THREADS = 8  # where there are several devices, each
 _COPY_THREADS = 2  # memory is copied, not waited for
 T = TypeVar("T")
 
 
 class Source:
-    """A tier, the threads that read from it and look things up in it, and the extents of it that are avoided."""
+    """A tier, the threads that read from it and look things up in it, and the extents of it that are avoided.
+
+    A tier on several devices has reading threads for each, made when it is first read from: a device that hangs then takes
+    none of the others' and costs only what lies on it."""
 
     def __init__(self, tier: Tier, *, counters: Counters, patience_s: float) -> None:
         self.tier = tier
-        self.pool = IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS)
+        self._laned = tier if isinstance(tier, LanedTier) else None
+        self._pools_lock = Lock()
+        self._pools = {0: IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS)}
         self.quarantine = Quarantine(tier, counters)
         self._counters = counters
         self._patience_s = patience_s
+        self._closed = False
         self._lookups = None if tier.trusted else LookupThread(tier.name)
 
-    def hangs(self, longest_read_s: float) -> bool:
-        """True while an answer, or for `longest_read_s` a read, is overdue."""
-        return self.pool.stalled_s() > longest_read_s or (self._lookups is not None and self._lookups.stuck)
+    def pool_of(self, extent: ExtentId) -> IOPool:
+        """Return the threads that read `extent`."""
+        if self._laned is None:
+            return self._pools[0]
+        lane = self._laned.lane(extent)
+        with self._pools_lock:
+            pool = self._pools.get(lane)
+            if pool is None:
+                pool = self._pools[lane] = IOPool(f"{self.tier.name}-{lane}", threads=_LANE_THREADS)
+                if self._closed:
+                    pool.close(0.0)  # it abandons what it is given
+        return pool
 
-    def locate(self, representation: bytes, keys: Sequence[bytes], *, deadline: float) -> Placement | None:
-        """Return where the keys lie; None if the tier fails, or does not say so by `deadline` (monotonic)."""
-        return self._ask("locate", lambda: self.tier.locate(representation, keys), deadline, late="match_timed_out")
+    def warm(self) -> None:
+        """Have the reading threads touch their memory."""
+        for pool in self._all_pools():
+            pool.warm()
+
+    def hangs(self, longest_read_s: float) -> bool:
+        """True while an answer, or on every device a read for `longest_read_s`, is overdue."""
+        stalled = all(pool.stalled_s() > longest_read_s for pool in self._all_pools())
+        return stalled or (self._lookups is not None and self._lookups.stuck)
+
+    def locate(
+        self, representation: bytes, keys: Sequence[bytes], *, deadline: float, longest_read_s: float = float("inf")
+    ) -> Placement | None:
+        """Return where the keys lie, less what lies on a device on which a read is overdue; None if the tier fails, or does
+        not say so by `deadline` (monotonic)."""
+        placement = self._ask("locate", lambda: self.tier.locate(representation, keys), deadline, late="match_timed_out")
+        if placement is None or self._laned is None:
+            return placement
+        with self._pools_lock:
+            stalled = [lane for lane, pool in self._pools.items() if pool.stalled_s() > longest_read_s]
+        if not stalled:
+            return placement
+        lanes = np.array([self._laned.lane(ExtentId(extent)) for extent in placement.extents.tolist()])
+        return Placement(np.where(np.isin(lanes, stalled), -1, placement.extents), placement.positions)
 
     def lease(self, extents: Sequence[ExtentId], *, deadline: float) -> list[bool]:
         """Protect extents; False for those that are gone, and for all if the tier fails or the deadline passes."""
@@ -58,11 +98,18 @@ class Source:
 
     def close(self, deadline: float, *, tier_too: bool) -> None:
         """End the threads and close the tier, unless that is left as it is. What hangs beyond `deadline` is left behind."""
-        self.pool.close(max(0.0, deadline - time.monotonic()))
+        with self._pools_lock:
+            self._closed = True
+        for pool in self._all_pools():
+            pool.close(max(0.0, deadline - time.monotonic()))
         if tier_too:
             self._ask("close", self.tier.close, deadline, late="close_timed_out")
         if self._lookups is not None:
             self._lookups.close(deadline - time.monotonic())
+
+    def _all_pools(self) -> list[IOPool]:
+        with self._pools_lock:
+            return list(self._pools.values())
 
     def _ask(
         self, verb: str, work: Callable[[], T], deadline: float, *, late: str, undo: Callable[[T], None] | None = None

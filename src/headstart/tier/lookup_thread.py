@@ -38,13 +38,21 @@ class LookupThread:
     def ask(self, work: Callable[[], T], *, patience_s: float, undo: Callable[[T], None] | None = None) -> T:
         """Return what `work` returns, or raise what it raises. Raises Late after `patience_s`, at once while the thread is
         stuck; what late work returns goes to `undo`. After `close` the caller's own thread does the work."""
+        return self.answer(self.hand_over(work), patience_s=patience_s, undo=undo)
+
+    def hand_over(self, work: Callable[[], T]) -> Future[T]:
+        """Have work done without waiting for it; `answer` waits."""
         future: Future[T] = Future()
         with self._lock:
             ended = self._ended
             if not ended:
                 self._queue.put((future, work))
         if ended:
-            return work()
+            _do(future, work)
+        return future
+
+    def answer(self, future: Future[T], *, patience_s: float, undo: Callable[[T], None] | None = None) -> T:
+        """Return what handed-over work brings, as `ask` does."""
         try:
             return future.result(0.0 if self.stuck else max(0.0, patience_s))
         except TimeoutError:
