@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.disk.bulk import AddedColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import (
@@ -47,6 +48,7 @@ _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
 _WAITING = 1 << 16  # promises and pins of extents that were not heard of yet, at most
 _PART = 256  # records of a snapshot at once: what a lookup may have to wait for
+_GROWTH_ROWS = 1 << 16  # rows that are added at most ahead of need: what is new is zeroed, while lookups wait
 # Bytes of a journal, about: of a record, of an extent that is only named, and of one's promise and pin.
 _RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 
@@ -147,7 +149,7 @@ class Books:
 
     # What journals say.
 
-    def apply(self, records: Iterable[Record], *, own: bool, now_ms: int = FOREVER_MS) -> None:
+    def apply(self, records: Iterable[Record | AddedColumns], *, own: bool, now_ms: int = FOREVER_MS) -> None:
         """Take over records of one journal, in its order. `own`: it is this process's journal. Uses and promises come last,
         while loading after all journals: one may speak of them before another one, read later, says that the extent was added.
         `now_ms`: what somebody's clock called later than that counts as now."""
@@ -157,6 +159,8 @@ class Books:
             match record:
                 case ExtentAdded():
                     self._add(record, own=own, now_ms=now_ms)
+                case AddedColumns():
+                    self._add_columns(record, own=own, now_ms=now_ms)
                 case Touched():
                     uses.append(record)
                 case ClassRaised() | Pinned():
@@ -272,6 +276,70 @@ class Books:
             index.load(keys, np.array([row]), np.array([blocks]))
         else:
             index.insert(keys, row)
+
+    def _add_columns(self, columns: AddedColumns, *, own: bool, now_ms: int) -> None:
+        """As `_add` for each. Segments that are told of from their beginning to their end are taken over together."""
+        assert self._loading, "one by one they are found at once"
+        offsets = columns.rows["offset"].astype(np.int64)
+        ends = offsets + columns.rows["extent_bytes"].astype(np.int64)
+        plain: dict[Segment, npt.NDArray[np.int64]] = {}
+        for name, first, end in columns.groups():
+            segment = self.segments.get(name)
+            if segment is None or not segment.opened or segment.gone:
+                continue
+            some = offsets[first:end]
+            if segment not in plain and segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all()):
+                segment.stale |= not own
+                segment.end = max(segment.end, int(ends[first:end].max()))
+                plain[segment] = first + np.flatnonzero(~segment.dead.among(some))
+                continue
+            self._enter_columns(columns, plain, now_ms)
+            plain = {}
+            for at in range(first, end):
+                self._add(columns.record(at), own=own, now_ms=now_ms)
+        self._enter_columns(columns, plain, now_ms)
+        self.counter = max(self.counter, int(columns.rows["last_used"].max()))
+
+    def _enter_columns(self, columns: AddedColumns, groups: dict[Segment, npt.NDArray[np.int64]], now_ms: int) -> None:
+        """As `_enter` for each record of `groups`, which are in order: of each segment, those that it gets."""
+        at = np.concatenate([*groups.values(), np.zeros(0, np.int64)])
+        if not len(at):
+            return
+        new, counts = columns.rows[at], np.array([len(some) for some in groups.values()])
+        nbytes, blocks = new["extent_bytes"].astype(np.int64), new["blocks"].astype(np.int64)
+        rows = self._take_rows(len(at))
+        self._segment[rows] = np.repeat(np.array([segment.number for segment in groups]), counts)
+        self._offset[rows] = new["offset"]
+        self._extent_bytes[rows] = nbytes
+        self._header_bytes[rows] = new["header_bytes"]
+        self._created_ms[rows] = created_ms = np.minimum(new["created_ms"].astype(np.int64), now_ms)
+        self._last_used[rows] = new["last_used"]
+        self._alive[rows] = True
+        self._parent[rows] = new["parent"]
+        self._flags[rows] = new["flags"]
+        self._kept.enter_all(
+            rows, created_ms=created_ms, nbytes=nbytes, terms=[t[:2] for t in columns.terms], terms_of=columns.terms_of[at]
+        )
+        for number, (_, _, fields) in enumerate(columns.terms):
+            if fields:
+                self._fields.update(dict.fromkeys(rows[columns.terms_of[at] == number].tolist(), fields))
+        # Sums up to each segment's first record and behind its last one.
+        edges = np.concatenate([[0], np.cumsum(counts)])
+        bytes_to, blocks_to = (np.concatenate([[0], np.cumsum(each)])[edges].tolist() for each in (nbytes, blocks))
+        for number, segment in enumerate(groups):
+            mine = slice(int(edges[number]), int(edges[number + 1]))
+            segment.rows.extend(self._offset[rows[mine]], rows[mine])
+            segment.live_bytes += bytes_to[number + 1] - bytes_to[number]
+            segment.blocks += blocks_to[number + 1] - blocks_to[number]
+        self.live_bytes += bytes_to[-1]
+        self.blocks += blocks_to[-1]
+        self.extents += len(at)
+        for representation in {segment.representation for segment in groups}:
+            those = np.repeat(np.array([segment.representation == representation for segment in groups]), counts)
+            some = blocks[those]
+            within = np.arange(int(some.sum())) - np.repeat(np.cumsum(some) - some, some)
+            keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
+            self._index(representation).load(keys, rows[those], some)
 
     def _use_all(self, records: Iterable[Touched]) -> None:
         for record in records:
@@ -575,14 +643,23 @@ class Books:
     def _take_row(self) -> int:
         if self._free:
             return self._free.pop()
-        row = self._used_rows
-        if row == len(self._segment):
+        return int(self._new_rows(1)[0])
+
+    def _take_rows(self, count: int) -> npt.NDArray[np.int64]:
+        again = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        return np.concatenate([np.array(again, np.int64), self._new_rows(count - len(again))])
+
+    def _new_rows(self, count: int) -> npt.NDArray[np.int64]:
+        first, self._used_rows = self._used_rows, self._used_rows + count
+        if self._used_rows > len(self._segment):
+            # Columns are resized, not copied: the pages of a big one are moved. No view of a column outlives a method of this
+            # class or of `kept`, which is what refcheck would look for.
+            length = self._used_rows + max(64, min(first // 8, _GROWTH_ROWS))
             for name in _COLUMNS:
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-            self._kept.grow()
-        self._used_rows += 1
-        return row
+                column: npt.NDArray[np.generic] = getattr(self, name)
+                column.resize((length, *column.shape[1:]), refcheck=False)
+            self._kept.grow(length)
+        return np.arange(first, self._used_rows)
 
 
 _COLUMNS = (

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from headstart.errors import StoreError
+from headstart.tier.disk.bulk import AddedColumns, decode_bulk
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.records import (
@@ -34,8 +36,9 @@ from headstart.tier.disk.records import (
 )
 
 RESERVE_BYTES = 64 << 10  # allocated ahead: a removal, which frees space, must fit when the disk is full
-_CHUNK_BYTES = 64 << 10  # read at once, whatever length a file claims
+_CHUNK_BYTES, _LOAD_BYTES = 64 << 10, 4 << 20  # read at once, whatever length a file claims
 _HEAD_BYTES = 64
+R = TypeVar("R")
 
 
 class Journal:
@@ -222,7 +225,8 @@ class JournalTail:
     `ended`: it was so, and as the journal stops before its end, only a new generation can go on."""
 
     def __init__(self, disk: Disk, directory: Directory, *, writer: bytes, generation: int, mode: OpenMode = "write") -> None:
-        """Open the journal; with the mode "read" it can only be followed. Raises OSError, or StoreError for a file that is none ("journal-header", "short-read")."""
+        """Open the journal; with the mode "read" it can only be followed. Raises OSError, or StoreError for a file that is none
+        ("journal-header", "short-read")."""
         self.writer = writer
         self.generation = generation
         self.position = HEADER_BYTES
@@ -258,14 +262,21 @@ class JournalTail:
     def poll(self) -> list[Record]:
         """Return what was added. A record that is not whole yet is looked at again next time; `stopped` says why. Raises
         OSError or StoreError, and then all is read again next time."""
-        records: list[Record] = []
+        return self._read_on(_one_by_one, _CHUNK_BYTES)
+
+    def load(self) -> list[Record | AddedColumns]:
+        """As `poll`, for a whole journal: in large steps, the extents that were added in columns."""
+        return self._read_on(decode_bulk, _LOAD_BYTES)
+
+    def _read_on(self, decode: Callable[..., list[R]], chunk_bytes: int) -> list[R]:
+        records: list[R] = []
         if self.stopped == "version":
             return records
         size = self._disk.facts(self.handle).size
         start, going = self.position, True
         try:
             while going and self.position < size:
-                found, stopped = self._decode(size - self.position)
+                found, stopped = self._decode(decode, min(chunk_bytes, size - self.position), size - self.position)
                 records += found
                 going = bool(found) and stopped in ("", "torn")  # torn: cut where the chunk ends, or the file
                 self.stopped = stopped
@@ -274,9 +285,9 @@ class JournalTail:
             raise
         return records
 
-    def _decode(self, left: int) -> tuple[list[Record], str]:
-        """Read one chunk on, or one record where it is longer; `left` bytes are there. Returns the records and why they end."""
-        data = _read(self._disk, self.handle, self.position, min(_CHUNK_BYTES, left))
+    def _decode(self, decode: Callable[..., list[R]], nbytes: int, left: int) -> tuple[list[R], str]:
+        """Read so many bytes on, or one record where it is longer; `left` are there. Returns the records and why they end."""
+        data = _read(self._disk, self.handle, self.position, nbytes)
         longer = record_bytes(data)
         if len(data) < longer <= left:
             head = bytes(data[:_HEAD_BYTES])
@@ -285,7 +296,7 @@ class JournalTail:
             data = _read(self._disk, self.handle, self.position, longer)
             self._refused = head
         state = Decoded(self.position)
-        found = list(decode_records(data, writer=self.writer, generation=self.generation, offset=self.position, state=state))
+        found = decode(data, writer=self.writer, generation=self.generation, offset=self.position, state=state)
         if found:
             self._refused = b""
         self.position = state.end
@@ -310,6 +321,10 @@ class JournalTail:
             raise StoreError(
                 f"journal {self._path} cannot be read: {error}", reason="journal-header", path=self._path
             ) from error
+
+
+def _one_by_one(data: memoryview, *, writer: bytes, generation: int, offset: int, state: Decoded) -> list[Record]:
+    return list(decode_records(data, writer=writer, generation=generation, offset=offset, state=state))
 
 
 def _read(disk: Disk, handle: Handle, offset: int, nbytes: int) -> memoryview:

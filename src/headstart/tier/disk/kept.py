@@ -6,7 +6,7 @@ the one that may grow oldest, and of pins the one with the highest counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,11 @@ class Kept:
         ] = {}  # class and tenant → their numbers, and what is guaranteed
         self._pins: dict[int, tuple[int, int]] = {}  # row → counter, deadline
 
-    def grow(self) -> None:
-        """Make room for as many rows again."""
+    def grow(self, rows: int) -> None:
+        """Make room for so many rows."""
         for name in _COLUMNS:
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            column: npt.NDArray[np.generic] = getattr(self, name)
+            column.resize(rows, refcheck=False)  # as the books' own columns, with what is said there
 
     def enter(self, row: int, *, created_ms: int, nbytes: int, retention: str, tenant: str) -> None:
         """Begin with what an extent was written on: it is promised its class's time from then on."""
@@ -55,6 +55,27 @@ class Kept:
         self.tenants[row] = owner
         self._class_bytes[number] += nbytes
         self._tenant_bytes[owner] += nbytes
+
+    def enter_all(
+        self,
+        rows: _Rows,
+        *,
+        created_ms: _Rows,
+        nbytes: _Rows,
+        terms: Sequence[tuple[str, str]],
+        terms_of: npt.NDArray[np.intp],
+    ) -> None:
+        """As `enter` for each row. `terms`: pairs of class and tenant, of which row i has number `terms_of[i]`."""
+        spans = [self.retention.span(retention).guaranteed_ms for retention, _ in terms]
+        classes = np.array([self._class(retention) for retention, _ in terms])[terms_of]
+        owners = np.array([self.tenant_number(tenant) for _, tenant in terms])[terms_of]
+        self.promised_ms[rows] = created_ms + np.array(spans, np.int64)[terms_of]
+        self._classes[rows] = self._oldest[rows] = classes
+        self.tenants[rows] = owners
+        for number in set(classes.tolist()):
+            self._class_bytes[number] += int(nbytes[classes == number].sum())
+        for number in set(owners.tolist()):
+            self._tenant_bytes[number] += int(nbytes[owners == number].sum())
 
     def leave(self, row: int, *, nbytes: int) -> None:
         self._class_bytes[self._classes[row]] -= nbytes

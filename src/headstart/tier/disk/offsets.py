@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Offsets:
@@ -30,6 +33,10 @@ class Offsets:
         at = bisect_left(self._offsets, offset)
         if self._offsets[at : at + 1] != array("q", [offset]):
             self._offsets.insert(at, offset)
+
+    def among(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of `offsets` are here."""
+        return np.isin(offsets, np.frombuffer(self._offsets, np.int64)) if self._offsets else np.zeros(len(offsets), np.bool_)
 
     def clear(self) -> None:
         self._offsets = array("q")
@@ -66,10 +73,10 @@ class Rows(Offsets):
             raise KeyError(offset)
         del self._offsets[at], self._rows[at]
 
-    def extend(self, offsets: Iterable[int], rows: Iterable[int]) -> None:
+    def extend(self, offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         """Add entries that lie, in order, behind all others."""
-        self._offsets.extend(offsets)
-        self._rows.extend(rows)
+        self._offsets.frombytes(offsets.tobytes())
+        self._rows.frombytes(rows.astype(np.uint32).tobytes())
 
     def behind(self, offset: int) -> bool:
         """Whether `offset` lies behind every entry."""

@@ -239,7 +239,7 @@ def encode_record(record: Record, *, writer: bytes, generation: int, offset: int
     """Return the record as it stands at byte `offset` of the writer's journal."""
     kind, payload = _encode(record)
     assert len(payload) <= MAX_PAYLOAD_BYTES, "a reader takes such a record for damage"
-    body = _PREFIX.pack(len(payload), kind) + payload
+    body = RECORD_PREFIX.pack(len(payload), kind) + payload
     return body + _check(body, writer, generation, offset)
 
 
@@ -258,20 +258,20 @@ def decode_records(data: memoryview, *, writer: bytes, generation: int, offset: 
     at = 0
     state.end, state.stopped = offset, ""
     while at < len(data):
-        if len(data) - at < _PREFIX.size + _CHECK_BYTES:
+        if len(data) - at < RECORD_PREFIX.size + CHECK_BYTES:
             state.stopped = "torn"
             return
-        length, kind = _PREFIX.unpack_from(data, at)
-        end = at + _PREFIX.size + length + _CHECK_BYTES
+        length, kind = RECORD_PREFIX.unpack_from(data, at)
+        end = at + RECORD_PREFIX.size + length + CHECK_BYTES
         if length > MAX_PAYLOAD_BYTES or end > len(data):
             state.stopped = "torn"
             return
-        body = data[at : end - _CHECK_BYTES]
-        if _check(body, writer, generation, offset + at) != data[end - _CHECK_BYTES : end]:
+        body = data[at : end - CHECK_BYTES]
+        if _check(body, writer, generation, offset + at) != data[end - CHECK_BYTES : end]:
             state.stopped = "damaged"
             return
         try:
-            record = _decode(kind, body[_PREFIX.size :])
+            record = decode_payload(kind, body[RECORD_PREFIX.size :])
         except (ValueError, struct.error, UnicodeDecodeError):
             state.stopped = "unreadable"
             return
@@ -282,20 +282,20 @@ def decode_records(data: memoryview, *, writer: bytes, generation: int, offset: 
 
 def record_bytes(data: bytes | memoryview) -> int:
     """Return how long the record is that `data` begins with, by its own word; 0 where none can begin like that."""
-    if len(data) < _PREFIX.size:
+    if len(data) < RECORD_PREFIX.size:
         return 0
-    length, _ = _PREFIX.unpack_from(data)
-    return _PREFIX.size + int(length) + _CHECK_BYTES if length <= MAX_PAYLOAD_BYTES else 0
+    length, _ = RECORD_PREFIX.unpack_from(data)
+    return RECORD_PREFIX.size + int(length) + CHECK_BYTES if length <= MAX_PAYLOAD_BYTES else 0
 
 
 _JOURNAL_HEADER = struct.Struct("<8sII16s16sQQ")
-_PREFIX = struct.Struct("<IB")
-_CHECK_BYTES = 8
+RECORD_PREFIX = struct.Struct("<IB")
+CHECK_BYTES = 8
 _SEGMENT = struct.Struct("<16sI")
 _EXTENT = struct.Struct("<16sIQ")
 _OPENED = struct.Struct("<16sIIQQ32s")
 _SEALED = struct.Struct("<16sIQ")
-_ADDED = struct.Struct("<16sIQQIQQII16s")
+ADDED = struct.Struct("<16sIQQIQQII16s")
 _USE = struct.Struct("<16sIQQ")
 _RAISED = struct.Struct("<16sIQQB")
 _TIME = struct.Struct("<Q")
@@ -342,7 +342,7 @@ def _encode(record: Record) -> tuple[int, bytes]:
 
 
 def _encode_added(record: ExtentAdded) -> bytes:
-    fixed = _ADDED.pack(
+    fixed = ADDED.pack(
         *record.extent.segment,
         record.extent.offset,
         record.extent_bytes,
@@ -357,7 +357,8 @@ def _encode_added(record: ExtentAdded) -> bytes:
     return fixed + record.prefixes + frame(_CLASS, record.retention.encode()) + tenant + record.fields
 
 
-def _decode(kind: int, payload: memoryview) -> Record:
+def decode_payload(kind: int, payload: memoryview) -> Record:
+    """Return what stands between a record's type and its check. Raises ValueError or struct.error."""
     match kind:
         case RecordType.REPRESENTATION:
             return RepresentationDeclared(bytes(payload))
@@ -398,32 +399,38 @@ def _decode(kind: int, payload: memoryview) -> Record:
 
 
 def _decode_added(payload: memoryview) -> ExtentAdded:
-    writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = _ADDED.unpack_from(payload)
+    writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = ADDED.unpack_from(payload)
     _require_below(_U31, header)
     _require_below(_U62, offset, nbytes, created)
     _require_below(USES, used)
-    end = _ADDED.size + blocks * PREFIX_BYTES
+    end = ADDED.size + blocks * PREFIX_BYTES
     if end > len(payload):
         raise ValueError("lengths do not add up")
-    (tag, retention), *others = unframe(bytes(payload[end:]))
-    if tag != _CLASS:
-        raise ValueError("an extent without a class")
-    tenant = ""
-    if others and others[0][0] == _TENANT:
-        tenant = others.pop(0)[1].decode()
+    retention, tenant, fields = decode_fields(bytes(payload[end:]))
     return ExtentAdded(
         ExtentName(SegmentName(writer, sequence), offset),
         nbytes,
         header,
         created,
         used,
-        retention.decode(),
+        retention,
         parent,
-        bytes(payload[_ADDED.size : end]),
+        bytes(payload[ADDED.size : end]),
         flags,
-        b"".join(frame(*field) for field in others),
+        fields,
         tenant,
     )
+
+
+def decode_fields(data: bytes) -> tuple[str, str, bytes]:
+    """Return (retention class, tenant, fields that this version does not know) of an extent. Raises ValueError."""
+    fields = unframe(data)
+    if not fields or fields[0][0] != _CLASS:
+        raise ValueError("an extent without a class")
+    retention, tenant = fields.pop(0)[1].decode(), ""
+    if fields and fields[0][0] == _TENANT:
+        tenant = fields.pop(0)[1].decode()
+    return retention, tenant, b"".join(frame(*field) for field in fields)
 
 
 def _require_below(limit: int, *numbers: int) -> None:

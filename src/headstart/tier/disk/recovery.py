@@ -21,6 +21,7 @@ from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
+from headstart.tier.disk.bulk import AddedColumns
 from headstart.tier.disk.charges import charged_bytes
 from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk, FileFacts
@@ -227,9 +228,9 @@ def _open_journal(disk: Disk, directory: Directory, listing: Listing, writer: by
     return None
 
 
-def _read(tail: JournalTail, counters: Counters) -> list[Record]:
+def _read(tail: JournalTail, counters: Counters) -> list[Record | AddedColumns]:
     try:
-        return tail.poll()
+        return tail.load()
     except (OSError, StoreError):
         counters.add("journals_unreadable")
         tail.stopped = "error"
@@ -253,7 +254,7 @@ def _remove_if_abandoned(disk: Disk, path: Path) -> bool:
         return False
 
 
-def _next_sequence(tail: JournalTail, records: Sequence[Record], listing: Listing) -> int:
+def _next_sequence(tail: JournalTail, records: Sequence[Record | AddedColumns], listing: Listing) -> int:
     """Return the first sequence number behind all that a dead writer may have used."""
     said = [record.next_sequence for record in records if isinstance(record, Snapshot)]
     opened = [record.segment for record in records if isinstance(record, SegmentOpened)]
