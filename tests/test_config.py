@@ -54,6 +54,18 @@ def test_every_key_has_a_variable_and_a_flag_of_its_own() -> None:
     assert all(setting.help for setting in found)
 
 
+def test_a_cache_may_lie_in_several_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    several = (tmp_path / "kv", Path("/mnt/kv"))
+    assert load_config(toml(tmp_path, '[cache]\ndirectory = ["~/kv", "/mnt/kv", "~/kv"]')).cache.directories == several
+    monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", "~/kv:/mnt/kv")
+    assert load_config().cache.directories == several
+    assert load_config(overrides={"cache.directory": "/a"}).cache.directories == (Path("/a"),)
+    assert load_config(toml(tmp_path, '[cache]\ndirectory = "/a:b"'), overrides={}).cache.directories == several  # as above
+    monkeypatch.delenv("HEADSTART_CACHE_DIRECTORY")
+    assert load_config(toml(tmp_path, '[cache]\ndirectory = "/a:b"')).cache.directory == Path("/a:b")
+
+
 def test_paths_know_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", "~/kv")

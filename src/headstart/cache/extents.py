@@ -38,18 +38,18 @@ class Saved(Protocol):
 
 
 class ExtentBuilder:
-    """Builds one extent at a time in its own staging memory; an image is good until the next `build`. For one thread."""
+    """Builds extents in staging memory of its own; an image is good until the next `build` in its `slot`. For one thread."""
 
     def __init__(self, representation: Representation) -> None:
         self.largest_bytes_per_token = 0  # seen so far
         self._representation = representation
-        self._staging = Staging("save staging")
+        self._stagings: dict[int, Staging] = {}
         # The smallest extent there can be; what a varying piece will be is not known before.
         blocks = representation.blocks_per_piece
         self.least_bytes = ALIGNMENT if representation.varies else layout_of(representation, blocks).extent_bytes
 
     def build(
-        self, saved: Saved, keys: Sequence[BlockKey], first: int, pieces: int, *, limit_bytes: int
+        self, saved: Saved, keys: Sequence[BlockKey], first: int, pieces: int, *, limit_bytes: int, slot: int = 0
     ) -> tuple[memoryview, int]:
         """Return the sealed image of the pieces from `first` on, and how many of `pieces` it holds: at least one, and no more
         than fit into `limit_bytes`. `keys`: of all blocks of the prompt."""
@@ -75,7 +75,8 @@ class ExtentBuilder:
             extras_bytes=sum(map(len, extras)),
             retention=saved.terms.retention,
         )
-        image = self._staging.take(layout.extent_bytes)
+        staging = self._stagings.get(slot) or self._stagings.setdefault(slot, Staging(f"save staging {slot}"))
+        image = staging.take(layout.extent_bytes)
         for layer, nbytes in enumerate(representation.layer_bytes):
             if sizes is not None:
                 buffers = [buffer for piece in views for buffer in piece[layer]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from headstart.block.identity import Identity
@@ -11,7 +12,10 @@ from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import StoreError
+from headstart.policy.placement import Room, split_evenly, split_total
+from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
+from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 
@@ -24,7 +28,6 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
     tiers: list[Tier] = []
     warnings: list[str] = []
-    directory = config.directory.expanduser()
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -33,9 +36,11 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
             warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
     if config.enabled:
         try:
-            capacity_bytes = parse_size(config.capacity, of_bytes=_file_system_bytes(directory))
-            if capacity_bytes:
-                tiers.append(DiskTier.open(directory, capacity_bytes=capacity_bytes, durability=config.durability))
+            file_systems = {room.device: room.total_bytes for room in _rooms(config.directories)}
+            if parse_size(config.capacity, of_bytes=100 * sum(file_systems.values())):
+                disk = _open_disk(config)
+                tiers.append(disk)
+                warnings += disk.warnings
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier, so prompts are forgotten with the process: {error}")
     for warning in warnings:
@@ -49,7 +54,30 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     )
 
 
-def _file_system_bytes(directory: Path) -> int:
-    """Return the size of the file system that `directory` is or will be on."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).total
+def _open_disk(config: CacheConfig) -> DeviceTier:
+    """Return the disk tier over all its directories. Raises StoreError, OSError, ValueError where not one can be had."""
+
+    retention = Retention.of(config.retention, config.quotas).shared_by(len(config.directories))
+
+    def open_directory(directory: Path, capacity_bytes: int) -> DiskTier:
+        return DiskTier.open(directory, capacity_bytes=capacity_bytes, durability=config.durability, retention=retention)
+
+    def capacities(used: Sequence[Path]) -> list[int]:
+        rooms = _rooms(used)
+        if config.capacity.strip().endswith("%"):
+            return [parse_size(config.capacity, of_bytes=nbytes) for nbytes in split_evenly(rooms, 1.0)]
+        return split_total(rooms, parse_size(config.capacity))
+
+    return DeviceTier.open(config.directories, open_directory=open_directory, capacities=capacities)
+
+
+def _rooms(directories: Sequence[Path]) -> list[Room]:
+    """Return the file system that each directory is or will be on; one that cannot be told has no room."""
+    rooms = []
+    for number, directory in enumerate(directories):
+        try:
+            there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+            rooms.append(Room(there.stat().st_dev, shutil.disk_usage(there).total))
+        except OSError:
+            rooms.append(Room(-1 - number, 0))
+    return rooms

@@ -14,7 +14,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from threading import Condition, Thread
 
 import numpy as np
@@ -33,6 +37,7 @@ from headstart.transfer.load import KVView
 _MAX_WAITING = 64
 _MAX_NOTES = 1024
 _SAVING_SHARE = 0.75  # of the time for closing; the rest is for the extent under way, for reads and for the tiers
+_STORED = ("written", "present")
 _log = logging.getLogger(__name__)
 
 
@@ -239,34 +244,60 @@ class Saver:
     def _save_run(
         self, request: SaveRequest, keys: Sequence[BlockKey], first: int, pieces: int, targets: Sequence[_Target]
     ) -> int:
-        """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them; return bytes."""
+        """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them; return bytes.
+
+        As many extents are under way as a tier has devices: they are written side by side, and only their images are built one
+        after the other. What was not taken is known so many extents later."""
         written_bytes = 0
         per_piece = self._representation.blocks_per_piece
         end = first + pieces
-        while first < end:
-            self._take_notes()  # else a long save would evict what was used meanwhile
-            if self._stop:
-                for target in targets:
-                    target.reason = target.reason or "closed"
-            targets = [target for target in targets if target.reason is None]
-            limits = [target.tier.max_extent_bytes(self._representation) for target in targets]
-            if not targets:
-                break
-            image, count = self._builder.build(request, keys, first, end - first, limit_bytes=min(limits))
-            for target in targets:
-                outcome = "error"
-                with counted(self._counters, target.tier, "write"):
-                    written = target.tier.write(image, self._representation, terms=request.terms, position=first * per_piece)
-                    outcome = written.reason
-                    if written.stored:
-                        held = self._hold(target, keys[first * per_piece : (first + count) * per_piece])
-                        if outcome == "present" and (held < 0).any():
-                            outcome = "error"  # there, but only in what is corrupt and could not be deleted
-                if outcome == "written":
-                    written_bytes += image.nbytes
-                elif outcome != "present":
-                    target.reason = outcome  # what follows is this prompt's tail: this tier goes without it
-            first += count
+        under_way: deque[_Writing] = deque()
+        depth = max(target.source.writes_at_once for target in targets)
+        with ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(depth, "save-write")) if depth > 1 else None
+            for number in count():
+                while under_way and (len(under_way) == depth or first == end):
+                    written_bytes += self._end_write(under_way.popleft())
+                self._take_notes()  # else a long save would evict what was used meanwhile
+                if self._stop:
+                    for target in targets:
+                        target.reason = target.reason or "closed"
+                takers = [target for target in targets if target.reason is None]
+                if first == end or not takers:
+                    break
+                limit_bytes = min(target.tier.max_extent_bytes(self._representation) for target in takers)
+                image, taken = self._builder.build(
+                    request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % depth
+                )
+                position = first * per_piece
+                write = partial(self._write, image, takers, request.terms, position)
+                reasons = pool.submit(write) if pool else _done(write())
+                under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
+                first += taken
+            for writing in under_way:
+                written_bytes += self._end_write(writing)
+        return written_bytes
+
+    def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms, position: int) -> list[str]:
+        """Write one extent to each target; return what each says became of it."""
+        reasons = []
+        for target in targets:
+            reason = "error"
+            with counted(self._counters, target.tier, "write"):
+                reason = target.tier.write(image, self._representation, terms=terms, position=position).reason
+            reasons.append(reason)
+        return reasons
+
+    def _end_write(self, writing: _Writing) -> int:
+        """Wait for an extent to be written, protect it, and return the bytes that were."""
+        written_bytes = 0
+        for target, reason in zip(writing.targets, writing.reasons.result(), strict=True):
+            if reason in _STORED and (self._hold(target, writing.keys) < 0).any() and reason == "present":
+                reason = "error"  # there, but only in what is corrupt and could not be deleted
+            if reason == "written":
+                written_bytes += writing.nbytes
+            elif reason != "present":
+                target.reason = reason  # what follows is this prompt's tail: this tier goes without it
         return written_bytes
 
     def _hold(self, target: _Target, keys: Sequence[BlockKey]) -> npt.NDArray[np.int64]:
@@ -308,10 +339,27 @@ class Saver:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """An extent that is being written, and to whom."""
+
+    targets: Sequence[_Target]
+    keys: Sequence[BlockKey]
+    nbytes: int
+    reasons: Future[list[str]]
+
+
+def _done(reasons: list[str]) -> Future[list[str]]:
+    future: Future[list[str]] = Future()
+    future.set_result(reasons)
+    return future
+
+
 class _Target:
     """A tier during one save: the extents held there, and why it takes no more of this prompt."""
 
     def __init__(self, source: Source) -> None:
+        self.source = source
         self.tier = source.tier
         self.quarantine = source.quarantine
         self.held: list[ExtentId] = []

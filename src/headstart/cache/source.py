@@ -21,6 +21,7 @@ from headstart.transfer.io_pool import IOPool
 
 _READ_THREADS = 16  # a disk's rate at requests of some hundred KB takes that depth
 _LANE_THREADS = 8  # where there are several devices, each
+_MOST_WRITES = 8  # under way: each holds an extent in memory
 _COPY_THREADS = 2  # memory is copied, not waited for
 T = TypeVar("T")
 
@@ -41,6 +42,11 @@ class Source:
         self._patience_s = patience_s
         self._closed = False
         self._lookups = None if tier.trusted else LookupThread(tier.name)
+
+    @property
+    def writes_at_once(self) -> int:
+        """How many writes the tier's devices take side by side."""
+        return 1 if self._laned is None else max(1, min(self._laned.lanes, _MOST_WRITES))
 
     def pool_of(self, extent: ExtentId) -> IOPool:
         """Return the threads that read `extent`."""

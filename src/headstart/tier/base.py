@@ -101,29 +101,14 @@ class RawTier(Protocol):
 class LanedTier(Protocol):
     """A tier on several devices."""
 
+    @property
+    def lanes(self) -> int:
+        """How many devices take writes now."""
+        ...
+
     def lane(self, extent: ExtentId) -> int:
         """Return a number for the device that an extent is read from: each is given reading threads of its own."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RawExtent:
-    """An extent in its file, which is held open until the tier's `let_go_raw`. `descriptor` bypasses the page cache."""
-
-    extent: ExtentId
-    descriptor: int
-    offset: int
-    file: object  # the tier's own
-
-
-class RawTier(Protocol):
-    """A tier whose extents may also be read straight from their files."""
-
-    def raw(self, extent: ExtentId) -> RawExtent | None:
-        """Return where a leased extent lies and hold its file open, or None where only `read` may read it. Never raises."""
-        ...
-
-    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

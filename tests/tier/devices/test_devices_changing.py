@@ -11,9 +11,9 @@ import pytest
 from devices_kit import Set, device, on, whole, write
 
 from headstart.errors import StoreError, TierUnavailable
-from headstart.testing.fake_kv import TINY
+from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.testing.tier_contract import located, prompt
-from headstart.tier.base import ExtentId
+from headstart.tier.base import ExtentId, ReadRange
 from headstart.tier.devices import DeviceTier, add_device, devices_of, drain_device, remove_device
 from headstart.tier.devices.listing import decode_list, read_list
 from headstart.tier.disk.directory import DEVICES
@@ -171,10 +171,8 @@ def test_devices_come_and_go_while_threads_read_and_write(two: Set, tmp_path: Pa
     tier.close()
 
 
-def whole_or_gone(tier: DeviceTier, kv) -> bool:  # type: ignore[no-untyped-def]
+def whole_or_gone(tier: DeviceTier, kv: FakeKV) -> bool:
     """Read all that is there of a prompt and compare it; what is removed meanwhile is a miss."""
-    from headstart.tier.base import ReadRange
-
     places = located(tier, kv)
     there = sorted({one for one in places if one >= 0}, key=places.index)
     for extent, ok in zip(there, tier.lease([ExtentId(one) for one in there]), strict=True):

@@ -12,7 +12,7 @@ from headstart.errors import TierUnavailable
 from headstart.testing.fake_kv import TINY
 from headstart.testing.faulty_disk import DiskFault
 from headstart.testing.tier_contract import located, prompt, read
-from headstart.tier.base import ExtentId
+from headstart.tier.base import ExtentId, ReadRange
 from headstart.tier.devices import DeviceTier
 from headstart.tier.devices import device as device_module
 
@@ -249,7 +249,5 @@ def test_a_tier_of_which_no_directory_can_be_opened_says_why(two: Set) -> None:
         two.open()
 
 
-def one_page(extent: ExtentId):  # type: ignore[no-untyped-def]
-    from headstart.tier.base import ReadRange
-
+def one_page(extent: ExtentId) -> ReadRange:
     return ReadRange(extent, 0, [memoryview(bytearray(4096))])
