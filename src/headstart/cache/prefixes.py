@@ -157,7 +157,8 @@ class Prefixes:
                 left[before] += left[i]
         going = (left == 0) & ((self._leaves_below > 0) | chosen)
         aside = np.flatnonzero(self._stem != NONE)
-        going[aside] |= going[self._stem[aside]] & (left[aside] == 0)
+        while (more := aside[~going[aside] & going[self._stem[aside]] & (left[aside] == 0)]).size:  # a stem may be aside itself
+            going[more] = True
         return [i for i in reversed(self._order) if going[i]]
 
     def needed_blocks(self, extent: int, without: Collection[int]) -> int:

@@ -22,7 +22,7 @@ COMMANDS = {
     "pin": (f"{_HERE}.keeping:pin", "Keep prefixes from being evicted until a time."),
     "unpin": (f"{_HERE}.keeping:unpin", "Let pinned prefixes go their way again."),
     "rm": (f"{_HERE}.removing:rm", "Remove prefixes, and all that only they need."),
-    "move": (f"{_HERE}.carrying:move", "Move prefixes from one cache directory to another."),
+    "move": (f"{_HERE}.moving:move", "Move prefixes from one cache directory to another."),
     "export": (f"{_HERE}.carrying:export", "Write prefixes into one file."),
     "import": (f"{_HERE}.carrying:import_", "Take in prefixes that `export` wrote."),
 }

@@ -1,0 +1,161 @@
+"""What prefixes that come to a directory have in common: verified before they are written, and nothing gives way to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headstart.block.extent import ExtentHeader, decode_header
+from headstart.block.representation import Representation
+from headstart.block.whole import examine, part_of
+from headstart.cli.cache.cached import Cached, capacity_of, open_tier, representation_name
+from headstart.config import CacheConfig, parse_size
+from headstart.errors import ExtentCorrupt, NotThere, StoreError, WrongRepresentation
+from headstart.policy.retention import Retention
+from headstart.tier.base import Terms
+from headstart.tier.disk import DiskTier
+from headstart.tier.disk.directory import MARKER
+from headstart.tier.disk.look import Look
+from headstart.tier.disk.scrub import require_same
+
+_SLACK_BYTES = 256 << 10  # that a new segment and a journal take beside an extent
+
+
+class Writer:
+    """Writes verified extents into a tier, as long as nothing there has to give way, never one whose beginning is missing."""
+
+    def __init__(self, tier: DiskTier, root: Path, left: Left, retention: Retention) -> None:
+        self.stored = 0
+        self.present = 0
+        self._tier = tier
+        self._root = root
+        self._left = left
+        self._retention = retention
+        self._ends: dict[bytes, int] = {}  # key → how many blocks lie up to it
+        self._missing: set[bytes] = set()  # keys that were to be written and were not
+
+    def write(self, i: int, image: memoryview, header: ExtentHeader, layout: Representation, terms: Terms) -> bool:
+        """Write one extent, in parts where it is too large for the tier. False: at least a part of it is not there."""
+        position = self._ends.get(header.parent, 0)
+        for n, key in enumerate(header.keys, start=position + 1):
+            self._ends[key] = n
+        reason = "what it runs on from was left out" if header.parent in self._missing else ""
+        outcomes: set[str] = set()
+        if not reason:
+            for part, before in self._parts(image, header, layout):
+                reason = self._write(part, layout, terms, position + before, outcomes)
+                if reason:
+                    break
+        if reason:
+            self._left.out(i, reason)
+            self._missing.update(header.keys)
+            return False
+        self.stored += "written" in outcomes
+        self.present += "written" not in outcomes
+        return True
+
+    def _write(self, image: memoryview, layout: Representation, terms: Terms, position: int, outcomes: set[str]) -> str:
+        """Write one image; returns why it is not there."""
+        numbers = self._tier.statistics()
+        free = shutil.disk_usage(self._root).free
+        room = min(numbers.capacity_bytes - numbers.allocated_bytes, free)
+        quota = self._retention.quota_bytes(terms.tenant, capacity_bytes=numbers.capacity_bytes)
+        missing = (self._tier.locate(layout.digest, decode_header(image, layout).keys).extents < 0).any()
+        if missing and image.nbytes + _SLACK_BYTES > room:
+            return "no room; let something go with `headstart cache gc --to`"
+        if missing and quota is not None and numbers.live_bytes_by_tenant.get(terms.tenant, 0) + image.nbytes > quota:
+            return "more than the tenant's quota; raise it in cache.quotas"
+        outcome = self._tier.write(image, layout, terms=terms, position=position)
+        outcomes.add(outcome.reason)
+        return "" if outcome.stored else outcome.reason
+
+    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[tuple[memoryview, int]]:
+        """Yield images that the tier can take, and how many blocks of the extent come before each."""
+        largest = self._tier.max_extent_bytes(layout)
+        pieces = len(header.keys) // layout.blocks_per_piece
+        if image.nbytes <= largest or layout.state == "required" or pieces == 1:
+            yield image, 0
+            return
+        step = max(1, pieces * largest // image.nbytes * 9 // 10)  # padding weighs more in a shorter one
+        for first in range(0, pieces, step):
+            count = min(step, pieces - first)
+            yield part_of(image, header, layout, first_piece=first, pieces=count), first * layout.blocks_per_piece
+
+
+class Left:
+    """Counts what was left out, and what therefore has to be left out behind it."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        self.extents: set[int] = set()
+
+    def out(self, i: int, reason: str) -> None:
+        self.reasons[reason] += 1
+        self.extents.add(i)
+
+
+def verified_image(cached: Cached, i: int, layout: Representation, left: Left) -> tuple[memoryview, ExtentHeader] | None:
+    """Return an extent's image if all of it is right."""
+    look, info = cached.look_of[i], cached.extents[i]
+    try:
+        image = look.read(info.id)
+        if image is None:
+            left.out(i, "removed meanwhile")
+            return None
+        header = examine(image, layout)
+        require_same(header, info)
+    except ExtentCorrupt:
+        left.out(i, "damaged; `headstart cache verify` drops it")
+    except (OSError, StoreError):
+        left.out(i, "not readable")
+    else:
+        return image, header
+    return None
+
+
+def require_served(tier: DiskTier, layout: Representation, root: Path) -> None:
+    """Refuse what nobody on this directory could read."""
+    served = {info.representation for info in tier.scan()}
+    if served and layout.digest not in served:
+        names = ", ".join(sorted(representation_name(tier.representation(digest), digest) for digest in served))
+        raise WrongRepresentation(
+            f"the file has representation {representation_name(layout, layout.digest)}, {root} serves {names}: "
+            "no engine there could read it; give --any-representation if one will"
+        )
+
+
+def open_target(root: Path, config: CacheConfig, capacity: str | None) -> DiskTier:
+    """Open a directory with its capacity, or with what it takes already: opening it must not cost anything there."""
+    total = shutil.disk_usage(root).total
+    capacity_bytes = capacity_of(config, root) if capacity is None else parse_size(capacity, of_bytes=total)
+    if (root / MARKER).exists():
+        with Look(root) as look:
+            capacity_bytes = max(capacity_bytes, look.charged_bytes + _SLACK_BYTES)
+    return open_tier(root, config=config, capacity_bytes=capacity_bytes)
+
+
+def require_directory(root: Path) -> None:
+    """Make sure that a directory is there, and either a cache or empty: none is made, and nobody else's is written to."""
+    try:
+        inside = [path.name for path in root.iterdir()]
+    except FileNotFoundError as error:
+        raise NotThere(f"there is no directory {root}; make it first, or name another", path=root) from error
+    except OSError as error:
+        raise StoreError(f"{root} cannot be used: {error.strerror}; name another directory", path=root) from error
+    if inside and MARKER not in inside:
+        raise StoreError(f"{root} is no cache and not empty; name an empty directory or a cache", path=root)
+
+
+def say(facts: dict[str, Any], as_json: bool, sentence: str) -> None:
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(sentence)
+    for reason, count in facts["left_out"].items():
+        click.echo(f"{count} extents were left out: {reason}", err=True)

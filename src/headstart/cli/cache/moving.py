@@ -1,0 +1,123 @@
+"""`move`: prefixes from one directory to another of the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headstart.cache.prefixes import Spot
+from headstart.cli.cache import INCOMPLETE
+from headstart.cli.cache.arriving import Left, Writer, open_target, require_directory, say, verified_image
+from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, retention_of, wanted_options
+from headstart.cli.progress import shown_progress
+from headstart.tier.base import ExtentId, Terms
+from headstart.tier.devices import devices_of, drain_device
+from headstart.tier.disk import DiskTier
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("source", type=_PATH)
+@click.argument("destination", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--config", "config_file", type=_PATH, help="TOML file with the server's settings")
+@wanted_options
+@click.option("--capacity", metavar="SIZE", help="that the destination may have  [default: cache.capacity]")
+@click.option("--dry-run", is_flag=True, help="only tell what would be moved")
+def move(
+    source: Path,
+    destination: Path,
+    as_json: bool,
+    config_file: Path | None,
+    capacity: str | None,
+    dry_run: bool,
+    **options: Any,
+) -> int:
+    """Move the prefixes in the cache directory SOURCE, all or those that fit the options, to DESTINATION, with class, tenant,
+    pins and order of use. Each is verified, written, and only then removed from SOURCE; what others there need stays as well.
+    A server must know both directories, or it will not find them any more; where they are devices of one cache and all of
+    SOURCE moves, nothing new goes to it from then on."""
+    require_directory(destination)
+    with looked([source], config_file, alone=True) as cached:
+        if source.resolve() == destination.resolve():
+            raise click.UsageError("SOURCE and DESTINATION are the same directory")
+        wanted_ones = Wanted(**options)
+        ends = {prefix.spot.extent for prefix in cached.chosen(wanted_ones)}
+        wanted = cached.prefixes.order({i for end in ends for i in cached.prefixes.chain(Spot(end, 0))})
+        nbytes = sum(cached.extents[i].extent_bytes for i in wanted)
+        facts: dict[str, Any] = {
+            "dry_run": dry_run,
+            "prefixes": len(ends),
+            "extents": len(wanted),
+            "bytes": nbytes,
+            "stored": 0,
+            "present": 0,
+            "removed": 0,
+            "left_out": {},
+        }
+        if dry_run:
+            say(facts, as_json, f"{len(ends)} prefixes would move: {len(wanted)} extents, {as_bytes(nbytes)}")
+            return 0
+        left = Left()
+        if not wanted_ones.given:
+            _drain(source, destination)
+        tier = open_target(destination, cached.config, capacity)
+        try:
+            writer = _copy(cached, wanted, tier, destination, left)
+        finally:
+            tier.close()
+        kept = {i for out in left.extents for i in cached.prefixes.chain(Spot(out, 0))}
+        going = [i for i in cached.prefixes.only_for(ends) if i not in kept]
+        removed = 0
+        with cached.opened(going) as found:
+            for here, some in found:
+                ids = [info.id for info in some.values()]
+                here.unpin(ids)  # the pins have moved
+                removed += here.delete(ids, reason="moved")
+    facts |= {"stored": writer.stored, "present": writer.present, "removed": removed, "left_out": dict(left.reasons)}
+    say(
+        facts,
+        as_json,
+        f"{writer.stored + writer.present} of {len(wanted)} extents are in {destination}, {removed} left {source}",
+    )
+    return INCOMPLETE if left.extents or removed < len(going) else 0
+
+
+def _drain(source: Path, destination: Path) -> None:
+    """Where both are devices of one set, let nothing new go to the one that is to be emptied."""
+    states = {entry.path: entry.state for entry in devices_of(destination)}
+    if states.get(source.absolute()) == "active" and states.get(destination.absolute()) == "active":
+        drain_device(destination, source)
+        click.echo(f"nothing new goes to {source} any more", err=True)
+
+
+def _copy(cached: Cached, wanted: Sequence[int], tier: DiskTier, root: Path, left: Left) -> Writer:
+    """Write extents into a tier, with pins and order of use."""
+    writer = Writer(tier, root, left, retention_of(cached.config))
+    there: list[tuple[int, ExtentId]] = []
+    with shown_progress() as on_progress:
+        for n, i in enumerate(wanted):
+            on_progress("moving", n / max(len(wanted), 1))
+            info = cached.extents[i]
+            layout = cached.representation(info.representation)
+            if layout is None:
+                left.out(i, "no journal says how it is laid down")
+                continue
+            if int(cached.prefixes.parents[i]) in left.extents:
+                left.out(i, "what it runs on from was left out")
+                continue
+            verified = verified_image(cached, i, layout, left)
+            if verified is None:
+                continue
+            image, header = verified
+            if writer.write(i, image, header, layout, Terms(retention=info.retention, tenant=info.tenant)):
+                ids = dict.fromkeys(tier.locate(info.representation, header.keys).extents.tolist())
+                there += [(info.last_used, ExtentId(one)) for one in ids if one >= 0]
+                if is_pinned(info, cached.now_ms):
+                    tier.pin([ExtentId(one) for one in ids if one >= 0], until_ms=info.pinned_until_ms)
+    tier.touch([extent for _, extent in sorted(there, reverse=True)])
+    return writer
