@@ -22,7 +22,7 @@ from headstart.testing.round_trip import load, save
 from headstart.tier.base import Terms
 from headstart.tier.disk import DiskTier
 
-VERBS = {"save": 10, "read": 4, "touch": 1, "keep": 1, "pin": 1, "unpin": 1, "delete": 1, "tend": 4}
+VERBS = {"save": 10, "read": 4, "touch": 6, "keep": 1, "pin": 1, "unpin": 1, "delete": 1, "tend": 8}
 
 
 def live(root: Path, capacity_bytes: int, log: Path, seed: int) -> None:
@@ -32,15 +32,18 @@ def live(root: Path, capacity_bytes: int, log: Path, seed: int) -> None:
     def say(*words: object) -> None:
         os.write(out, (" ".join(map(str, words)) + "\n").encode())
 
-    tier = DiskTier.open(root, capacity_bytes=capacity_bytes, durability="data")
+    def clock() -> float:
+        return time.monotonic() * 300  # what waits for a minute waits for a fifth of a second
+
+    tier = DiskTier.open(root, capacity_bytes=capacity_bytes, durability="data", clock=clock)
     cache = cache_over(tier, TINY)
     turns: dict[int, int] = {}  # conversation → pieces so far
     while True:
         verb = choice.choices(list(VERBS), list(VERBS.values()))[0]
-        number = choice.choice(list(turns)) if turns and choice.random() < 0.7 else seed * 1000 + len(turns)
+        number = choice.choice(list(turns)) if turns and choice.random() < 0.85 else seed * 1000 + len(turns)
         extents = list(dict.fromkeys(e for e in tier.locate(TINY.digest, conversation(number, PIECES).keys).extents if e != -1))
         if verb == "save":
-            pieces = min(PIECES, turns.get(number, 0) + choice.randrange(1, 4))
+            pieces = min(PIECES, turns.get(number, 0) + choice.randrange(1, 9))
             turns[number] = pieces
             if save(cache, conversation(number, pieces)).stored_tokens == pieces * 64:
                 say("saved", number, pieces)

@@ -14,7 +14,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -44,7 +44,8 @@ class Representation:
 
 @dataclass(frozen=True)
 class Extent:
-    """`pieces[layer][piece]`: verified bytes. `tokens`: those of each block. `last_used` is None where no journal was read."""
+    """`pieces[layer][piece]`: verified bytes. `tokens`: those of each block. What stands last is what journals say, and is
+    empty where none was read: `classes` are all that it was ever promised to, `pinned_until_ms` is 0 where it is not pinned."""
 
     segment: tuple[bytes, int]
     offset: int
@@ -58,7 +59,10 @@ class Extent:
     created_ms: int
     pieces: tuple[tuple[bytes, ...], ...]
     state: bytes
-    last_used: int | None = None
+    last_used: int = 0
+    tenant: str = ""
+    classes: frozenset[str] = frozenset()
+    pinned_until_ms: int = 0
 
 
 @dataclass
@@ -84,8 +88,8 @@ class Journals:
     sealed: dict[tuple[bytes, int], int] = field(default_factory=dict)
     added: dict[tuple[bytes, int, int], Added] = field(default_factory=dict)
     used: dict[tuple[bytes, int, int], int] = field(default_factory=dict)
-    classes: dict[tuple[bytes, int, int], str] = field(default_factory=dict)
-    pinned_until_ms: dict[tuple[bytes, int, int], int] = field(default_factory=dict)
+    promises: dict[tuple[bytes, int, int], list[tuple[int, str]]] = field(default_factory=dict)  # until when, which class
+    pins: dict[tuple[bytes, int, int], tuple[int, int]] = field(default_factory=dict)  # counter, deadline; 0: unpinned
     removed: dict[tuple[bytes, int, int], str] = field(default_factory=dict)  # why
     quarantined: set[tuple[bytes, int, int]] = field(default_factory=set)
     removals: list[tuple[str, tuple[bytes, ...]]] = field(default_factory=list)  # reason, prefixes of what went
@@ -138,8 +142,13 @@ def read_directory(root: Path) -> Contents:
             except Refused as why:
                 refused.append((f"{path.name}, byte {name[2]}", str(why)))
                 continue
-            used = max(added.last_used, journals.used.get(name, 0))
-            extents.append(Extent(**{**vars(extent), "last_used": used}))
+            said = {
+                "last_used": max(added.last_used, journals.used.get(name, 0)),
+                "tenant": added.tenant,
+                "classes": frozenset({added.retention, *(word for _, word in journals.promises.get(name, []))}),
+                "pinned_until_ms": journals.pins.get(name, (0, 0))[1],
+            }
+            extents.append(replace(extent, **said))
     return Contents(extents, journals, refused)
 
 
@@ -235,15 +244,18 @@ def apply_record(said: Journals, kind: int, payload: bytes) -> None:
                 name = (writer, sequence, offset)
                 said.used[name] = max(used, said.used.get(name, 0))
         case 134:
-            name = extent_name(payload)
-            require(len(payload) == 29 + payload[28], "a class whose length is wrong")
-            said.classes[name] = payload[29:].decode()
+            at = 8  # behind the time at which it was reckoned
+            while at < len(payload):
+                writer, sequence, offset, until_ms, length = struct.unpack_from("<16sIQQB", payload, at)
+                require(at + 37 + length <= len(payload), "a class that is cut")
+                promises = said.promises.setdefault((writer, sequence, offset), [])
+                promises.append((until_ms, payload[at + 37 : at + 37 + length].decode()))
+                at += 37 + length
         case 135:
-            writer, sequence, offset, deadline_ms = exactly("<16sIQQ", payload)
-            said.pinned_until_ms[writer, sequence, offset] = deadline_ms
-        case 136:
-            require(len(payload) == 28, "an unpinning of another length")
-            said.pinned_until_ms.pop(extent_name(payload), None)
+            for at in range(0, len(payload), 44):
+                writer, sequence, offset, until_ms, counter = exactly("<16sIQQQ", payload[at : at + 44])
+                name = (writer, sequence, offset)
+                said.pins[name] = max((counter, until_ms), said.pins.get(name, (0, 0)))
         case 9 | 10:
             read_removed(said, payload, quarantined=kind == 10)
         case 11:
@@ -282,11 +294,6 @@ def read_removed(said: Journals, payload: bytes, *, quarantined: bool) -> None:
         if quarantined:
             said.quarantined.add((writer, sequence, offset))
     require(at == len(payload), "a removal whose lengths do not add up")
-
-
-def extent_name(payload: bytes) -> tuple[bytes, int, int]:
-    writer, sequence, offset = struct.unpack_from("<16sIQ", payload)
-    return writer, sequence, offset
 
 
 # Segments.

@@ -23,7 +23,7 @@ from headstart.testing.round_trip import load
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.records import PREFIX_BYTES
 
-CAPACITY = 6 << 20
+CAPACITY = 3 << 20
 WRITERS = 3
 KILLS_BETWEEN_LOOKS = 10
 WENT = {"capacity", "full", "expired", "quota", "user"}  # why something may be gone that was acknowledged
@@ -33,9 +33,10 @@ CHILD = Path(__file__).with_name("killed_child.py")
 class Herd:
     """Writers that are killed and replaced. `seed` of the next one counts up, so no two save the same conversation."""
 
-    def __init__(self, nursery: subprocess.Popen[str], choice: random.Random) -> None:
+    def __init__(self, nursery: subprocess.Popen[str], choice: random.Random, life_s: float) -> None:
         self._nursery = nursery
         self._choice = choice
+        self._life_s = life_s
         self._alive: list[int] = []
         self._seed = 0
         self.kills = 0
@@ -47,7 +48,7 @@ class Herd:
 
     def kill_one(self) -> None:
         """Kill any of them: one that works, or one that is still opening the directory."""
-        time.sleep(self._choice.choice([0.01, 0.1, 0.4]) * self._choice.random())
+        time.sleep(self._choice.choice([0.03, 0.3, 1.0]) * self._life_s * self._choice.random())
         pid = self._alive.pop(self._choice.randrange(len(self._alive)))
         os.kill(pid, signal.SIGKILL)
         self._ask("reap", pid)
@@ -66,10 +67,10 @@ class Herd:
 
 
 @contextmanager
-def herd(root: Path, logs: Path, choice: random.Random) -> Iterator[Herd]:
+def herd(root: Path, logs: Path, choice: random.Random, *, life_s: float) -> Iterator[Herd]:
     arguments = [sys.executable, str(CHILD), str(root), str(CAPACITY), str(logs)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
-        writers = Herd(nursery, choice)
+        writers = Herd(nursery, choice, life_s)
         try:
             yield writers
         finally:
@@ -78,18 +79,19 @@ def herd(root: Path, logs: Path, choice: random.Random) -> Iterator[Herd]:
             nursery.stdin.close()
 
 
-def kill_writers(tmp_path: Path, *, kills: int, seed: int) -> None:
+def kill_writers(tmp_path: Path, *, kills: int, seed: int, life_s: float) -> None:
+    """`life_s`: how long a writer is left alone at most, before one of them is killed."""
     root, logs = tmp_path / "kv", tmp_path / "logs"
     logs.mkdir()
     choice = random.Random(seed)
     acknowledged = evicted = 0
-    with herd(root, logs, choice) as writers:
+    with herd(root, logs, choice, life_s=life_s) as writers:
         while writers.kills < kills:
             for _ in range(KILLS_BETWEEN_LOOKS - WRITERS):
                 writers.fill()
                 writers.kill_one()
             writers.fill()
-            time.sleep(0.5 * choice.random())  # so that some of them come to write much
+            time.sleep(life_s * choice.random())  # so that some of them come to write much
             writers.kill_all()
             told = look_at(root, logs)
             acknowledged, evicted = acknowledged + told[0], evicted + told[1]
@@ -134,10 +136,10 @@ def look_at(root: Path, logs: Path) -> tuple[int, int]:
 
 
 def test_writers_killed_at_random_points_lose_nothing_that_was_acknowledged_and_leave_no_litter(tmp_path: Path) -> None:
-    kill_writers(tmp_path, kills=50, seed=1)
+    kill_writers(tmp_path, kills=50, seed=1, life_s=0.4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
 def test_a_thousand_kills_lose_nothing_that_was_acknowledged_and_leave_no_litter(tmp_path: Path, seed: int) -> None:
-    kill_writers(tmp_path, kills=100, seed=1000 + seed)
+    kill_writers(tmp_path, kills=100, seed=1000 + seed, life_s=1.0)

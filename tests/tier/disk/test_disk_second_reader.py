@@ -20,6 +20,7 @@ from headstart.block.extent import layout_of, seal
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, TINY, UNEVEN, FakeKV, aligned_bytes
 from headstart.testing.round_trip import load, save
+from headstart.tier.base import ExtentId, Terms
 from headstart.tier.disk import DiskTier
 
 STATEFUL = replace(TINY, layout="fake/4", state="required")
@@ -42,6 +43,12 @@ class Life:
         self.saved |= {(representation.digest, key): (kv, block) for block, key in enumerate(kv.keys)}
         return kv
 
+    def turn(self, life: int, pieces: int) -> FakeKV:
+        """A conversation that grows."""
+        kv = FakeKV(TINY, (np.arange(pieces * 64 + 1, dtype=np.uint64) * 11 + (900 + life) * 1_000_003).tolist())
+        self.saved |= {(TINY.digest, key): (kv, block) for block, key in enumerate(kv.keys)}
+        return kv
+
     def run(self) -> None:
         for life in range(3):
             clock = Clock()
@@ -51,7 +58,9 @@ class Life:
             with self._cache(TINY, clock) as tiny, self._cache(OPAQUE, clock) as opaque, self._cache(UNEVEN, clock) as uneven:
                 kept = [self.kv(TINY, 1 + n % 5, salt=[None, "tenant", "another"][n % 3], shared_tokens=64) for n in range(25)]
                 for n, kv in enumerate(kept):
-                    assert save(tiny, kv, retention=("chat", "agent")[n % 2]).stored_tokens > 0
+                    terms = {"retention": ("chat", "agent")[n % 2], "tenant": "acme" * (n % 4 == 1)}
+                    ticket = tiny.save(kv.tokens, kv, salt=kv.salt, shared_tokens=kv.shared_tokens, **terms)
+                    assert ticket.wait(20).stored_tokens > 0
                 for pieces in (1, 3, 5):
                     assert save(opaque, self.kv(OPAQUE, pieces)).reason is None
                     assert save(uneven, self.kv(UNEVEN, pieces)).reason is None
@@ -60,13 +69,31 @@ class Life:
                 for _ in range(20 if life else 400):  # many uses make a long journal, most of it dead
                     clock.now += 6
                     tier.touch([info.id for info in tier.scan()])
+                tier.keep([info.id for info in tier.scan()][:10], Terms("agent"))
+                pinned = [info.id for info in tier.scan()][:6]
+                assert all(tier.pin(pinned, until_ms=2**45 + life))
+                tier.unpin(pinned[3:])
+                for pieces in (30, 60, 90):  # short runs of one chain that is used again, which are joined once it pauses
+                    assert save(tiny, self.turn(life, pieces)).reason is None
+                    for _ in range(3):
+                        tier.touch(self._extents_of(tier, life, pieces))
+                clock.now += 61
+                while tier.tend():
+                    pass
                 self._rot(tier, kept[life])
                 assert load(tiny, kept[life]).usable_tokens == 0
                 save(tiny, kept[life])  # quarantines, and stores anew
+            for representation in (PAGED, OPAQUE, UNEVEN):
+                with self._cache(representation, clock) as cache:
+                    assert save(cache, self.kv(representation, 3), retention="chat").reason is None
 
     def _cache(self, representation: Any, clock: Clock) -> PrefixCache:
         tier = DiskTier.open(self.root, capacity_bytes=CAPACITY, clock=clock)
         return PrefixCache([tier], identity=IDENTITY, representation=representation, match_timeout_s=20.0)
+
+    def _extents_of(self, tier: DiskTier, life: int, pieces: int) -> list[ExtentId]:
+        found = tier.locate(TINY.digest, self.turn(life, pieces).keys).extents.tolist()
+        return [ExtentId(extent) for extent in dict.fromkeys(found) if extent >= 0]
 
     def _write_states(self, tier: DiskTier) -> None:
         for state in (b"the state", bytes(range(256)) * 17):
@@ -124,9 +151,12 @@ def test_the_directory_holds_everything_that_is_written(life: Life) -> None:
     assert len(journals) >= 3
     assert any(not path.name.endswith("-00000000.log") for path in journals), "no journal was ever renewed"
     reasons = set(contents.journals.removed.values())
-    assert {"capacity", "corrupt"} <= reasons
+    assert {"capacity", "corrupt", "joined"} <= reasons
     assert contents.journals.quarantined
     assert {extent.retention for extent in contents.extents} == {"default", "chat", "agent"}
+    assert {extent.tenant for extent in contents.extents} == {"", "acme"}
+    assert {extent.pinned_until_ms > 0 for extent in contents.extents} == {True, False}
+    assert any(len(extent.classes) > 1 for extent in contents.extents)
     assert any(any(extent.extras) for extent in contents.extents)
 
 
@@ -139,14 +169,16 @@ def test_every_block_that_the_reader_finds_is_what_was_saved(life: Life) -> None
 def test_the_reader_finds_exactly_what_the_tier_finds(life: Life, tier: DiskTier) -> None:
     contents = read_directory(life.root)
     theirs = {
-        (extent.representation.digest, extent.keys[0][:16], len(extent.keys), extent.nbytes, extent.last_used, extent.retention)
-        for extent in contents.extents
+        (e.representation.digest, e.keys[0][:16]): (len(e.keys), e.nbytes, e.last_used, e.tenant, e.pinned_until_ms)
+        for e in contents.extents
     }
     ours = {
-        (info.representation, info.keys[0], info.blocks, info.extent_bytes, info.last_used, info.retention)
-        for info in tier.scan()
+        (i.representation, i.keys[0]): (i.blocks, i.extent_bytes, i.last_used, i.tenant, i.pinned_until_ms or 0)
+        for i in tier.scan()
     }
     assert theirs == ours
+    classes = {(e.representation.digest, e.keys[0][:16]): e.classes for e in contents.extents}
+    assert all(info.retention in classes[info.representation, info.keys[0]] for info in tier.scan())
     found = contents.blocks()
     for (representation, key), (kv, _) in life.saved.items():
         located = int(tier.locate(representation, [key]).extents[0])

@@ -18,7 +18,7 @@ from headstart.testing.fake_kv import IDENTITY, TINY, FakeKV
 from headstart.tier.disk import DiskTier
 
 TIMEOUT_S = 20.0
-CONVERSATION_PIECES = 10
+CONVERSATION_PIECES = 40  # some runs of it are long enough to be joined
 
 
 @dataclass(frozen=True)
