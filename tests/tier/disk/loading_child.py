@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from truth_kit import cache_over, conversation
+from truth_kit import cache_over, prompt
 
 from headstart.testing.fake_kv import TINY
 from headstart.testing.round_trip import load, save
@@ -18,7 +18,7 @@ CONVERSATIONS, PIECES = 400, 6  # 31 MB of pieces
 
 root, capacity_bytes, seed, threads, loads = Path(sys.argv[1]), *map(int, sys.argv[2:])
 tier = DiskTier.open(root, capacity_bytes=capacity_bytes)
-kvs = [conversation(number, PIECES) for number in range(CONVERSATIONS)]
+kvs = [prompt(number, PIECES, TINY) for number in range(CONVERSATIONS)]
 seen: Counter[str] = Counter()
 wrong: list[str] = []
 counting = threading.Lock()
