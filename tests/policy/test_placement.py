@@ -81,12 +81,25 @@ def test_reading_a_long_prompt_takes_all_devices_nearly_equally_long(device_rate
 
 
 def test_an_estimate_follows_what_is_measured_and_not_at_once() -> None:
+    assert Estimate().with_sample(100, 0.1).bytes_per_s is None  # the first requests may be a burst
     one = Estimate().with_sample(100, 1.0)
     assert one.bytes_per_s == 100
     slower = one.with_sample(50, 1.0).bytes_per_s
     assert slower is not None
     assert 50 < slower < 100
-    assert one.with_sample(0, 1.0) == one.with_sample(5, 0.0) == one
+    much_later = one.with_sample(50 * 100, 100.0).bytes_per_s
+    assert much_later is not None
+    assert 50 <= much_later < 52
+    assert one.with_sample(0, 0.0) == one
+
+
+def test_a_prompt_of_many_extents_is_even_whatever_was_written_before() -> None:
+    first = [Candidate(ahead_s=1000.0), Candidate()]
+    chain = [0, 0]
+    for _ in range(20):
+        best = order([Candidate(chain_bytes=n, ahead_s=c.ahead_s) for n, c in zip(chain, first, strict=True)], MIB)[0]
+        chain[best] += MIB
+    assert chain[1] - chain[0] <= 2 * MIB
 
 
 def test_a_share_is_of_each_file_system_and_counts_it_once() -> None:

@@ -45,8 +45,9 @@ class Source:
 
     @property
     def writes_at_once(self) -> int:
-        """How many writes the tier's devices take side by side."""
-        return 1 if self._laned is None else max(1, min(self._laned.lanes, _MOST_WRITES))
+        """How many writes are under way at best: on several devices two for each, since a fast one gets more of them."""
+        lanes = 1 if self._laned is None else self._laned.lanes
+        return min(2 * lanes, _MOST_WRITES) if lanes > 1 else 1
 
     def pool_of(self, extent: ExtentId) -> IOPool:
         """Return the threads that read `extent`."""

@@ -10,8 +10,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ALIKE = 0.8  # of the fastest: differences below this are noise, and splitting evenly is better than following them
+_ALIKE = 0.75  # of the fastest: differences below this are noise, and splitting evenly is better than following them
 _LEAST = 0.02  # of the fastest: what a device counts as at least, or one bad measurement would never be corrected
+_HALF_LIFE_S = 20.0
+_ENOUGH_S = 1.0
 _UNKNOWN = 1e9  # bytes a second, for all alike
 _FULL_COSTS = 2.0  # times, where something has to go for it: rather elsewhere, but not at the price of a lopsided prompt
 _AHEAD_EXTENTS = 4  # a device that was given more than these few extents too much is not made to wait for all of it
@@ -31,19 +33,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A device's rate in one direction: a running mean in which each second of being busy counts less the older it is."""
+    """A device's rate in one direction, from what was moved while it was busy; what is some seconds of work old counts half."""
 
-    bytes_per_s: float | None = None
+    moved_bytes: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes a second; None before there is enough to go by: the first requests may be a burst."""
+        return self.moved_bytes / self.busy_s if self.busy_s >= _ENOUGH_S and self.moved_bytes else None
 
     def with_sample(self, nbytes: int, busy_s: float) -> Estimate:
         """Return the estimate after `nbytes` more took `busy_s`."""
-        if nbytes <= 0 or busy_s <= 0:
-            return self
-        sample = nbytes / busy_s
-        if self.bytes_per_s is None:
-            return Estimate(sample)
-        weight = min(0.5, 0.3 * busy_s)  # three seconds of work count as half of all that was known
-        return Estimate(self.bytes_per_s + weight * (sample - self.bytes_per_s))
+        kept = 0.5 ** (busy_s / _HALF_LIFE_S)
+        return Estimate(self.moved_bytes * kept + nbytes, self.busy_s * kept + busy_s)
 
 
 def rates(candidates: Sequence[Candidate]) -> list[float]:
@@ -64,12 +67,15 @@ def rates(candidates: Sequence[Candidate]) -> list[float]:
 
 
 def order(candidates: Sequence[Candidate], nbytes: int) -> list[int]:
-    """Return the candidates by how soon the prompt would be read if they took the extent, the best first."""
+    """Return the candidates by how soon the prompt would be read if they took the extent, the best first.
+
+    That devices are even over all prompts matters at a prompt's beginning; the longer it is, the more its own evenness does."""
     costs = []
+    young = nbytes / (nbytes + sum(candidate.chain_bytes for candidate in candidates))
     for candidate, rate in zip(candidates, rates(candidates), strict=True):
         own_s = nbytes / rate
         ahead_s = min(candidate.ahead_s, _AHEAD_EXTENTS * own_s)
-        costs.append(candidate.chain_bytes / rate + ahead_s + own_s * (1.0 if candidate.has_room else _FULL_COSTS))
+        costs.append(candidate.chain_bytes / rate + young * ahead_s + own_s * (1.0 if candidate.has_room else _FULL_COSTS))
     return sorted(range(len(costs)), key=lambda i: costs[i])
 
 

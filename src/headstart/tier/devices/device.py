@@ -31,7 +31,6 @@ CHANGE_PATIENCE_S = 15.0
 HANG_S = 10.0  # a read that takes longer: the device is passed over until it ends
 REFUSED_S = 10.0  # how long nothing more is written to a device that did not take a write
 FAILED_EXTENTS = 3  # that could not be read, none other having been in between: it is the device, not the extents
-_SAMPLE_S = 0.25
 _NOT_THE_DEVICE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 log = logging.getLogger(__name__)
@@ -223,7 +222,6 @@ class Meter:
         self._since: dict[object, float] = {}
         self._mark = 0.0  # up to when `_busy_s` counts
         self._busy_s = 0.0
-        self._bytes = 0
 
     def begin(self, *, watched: bool = True) -> object:
         """Note that an access begins; `end` is given what this returns. `watched`: it counts in `oldest_s`."""
@@ -237,10 +235,8 @@ class Meter:
         with self._lock:
             self._count_time()
             del self._since[token]
-            self._bytes += nbytes
-            if self._busy_s >= _SAMPLE_S:
-                self.estimate = self.estimate.with_sample(self._bytes, self._busy_s)
-                self._bytes, self._busy_s = 0, 0.0
+            self.estimate = self.estimate.with_sample(nbytes, self._busy_s)
+            self._busy_s = 0.0
 
     @contextmanager
     def busy(self) -> Iterator[Callable[[int], None]]:

@@ -106,6 +106,10 @@ class DeviceTier:
     def devices(self) -> tuple[Device, ...]:
         return self._members.devices
 
+    @property
+    def lanes(self) -> int:
+        return sum(device.takes_writes for device in self.devices)
+
     def lane(self, extent: ExtentId) -> int:
         """Return which device an extent is read from: each is given threads of its own."""
         return extent >> _SERIAL_SHIFT
