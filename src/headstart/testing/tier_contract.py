@@ -256,6 +256,34 @@ class TierContract:
         assert order == sorted(order, reverse=True)
         assert len(set(order)) == 3
 
+    # Promises and pins, of a tier that outlives its process; any other may be asked all the same.
+
+    def test_a_pinned_extent_survives_pressure_and_is_not_deleted_until_it_is_unpinned(self, tier: Tier) -> None:
+        kv = prompt(4)
+        extent = put(tier, kv)
+        assert tier.pin([extent, GONE], until_ms=None) == [self.persistent, False]
+        if self.persistent:
+            self.press(tier)
+            assert located(tier, kv) == [extent] * 4
+            assert tier.delete([extent], reason="user") == 0
+        tier.unpin([extent])
+        self.press(tier)
+        assert located(tier, kv) == [-1] * 4
+
+    def test_pins_leave_half_to_everything_else(self, tier: Tier) -> None:
+        extents = [put(tier, prompt(4, seed=seed)) for seed in range(self.extents_to_fill() * 3 // 4)]
+        pinned = tier.pin(extents, until_ms=None)
+        assert sum(pinned) * len(prompt(4).image()) <= self.capacity_bytes // 2
+        assert any(pinned) == self.persistent
+        self.press(tier)
+        assert all(tier.info(extent) is not None for extent, ok in zip(extents, pinned, strict=True) if ok)
+
+    def test_what_is_kept_as_a_class_with_a_guarantee_outlives_what_is_not(self, tier: Tier) -> None:
+        kept = [put(tier, prompt(4, seed=seed)) for seed in range(4)]
+        tier.keep([*kept, GONE], Terms("agent"))
+        self.press(tier)
+        assert [tier.info(extent) is not None for extent in kept] == [self.persistent] * 4
+
     # Deletion.
 
     def test_a_deleted_extent_is_gone_and_can_be_written_again_under_a_new_name(self, tier: Tier) -> None:

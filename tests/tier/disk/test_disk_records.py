@@ -15,9 +15,13 @@ from headstart.testing.fake_kv import OPAQUE, TINY
 from headstart.tier.disk.records import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
+    ClassRaised,
     Decoded,
     ExtentAdded,
     ExtentName,
+    Pin,
+    Pinned,
+    Raise,
     Record,
     Removed,
     RepresentationDeclared,
@@ -49,8 +53,12 @@ records = st.one_of(
     st.builds(RepresentationDeclared, st.binary(max_size=50)),
     st.builds(SegmentOpened, segments, u31, u62, u62, st.binary(min_size=32, max_size=32)),
     st.builds(SegmentSealed, segments, u62),
-    st.builds(ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields),
+    st.builds(
+        ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields, words
+    ),
     st.builds(Touched, st.lists(st.tuples(names, uses), max_size=4).map(tuple)),
+    st.builds(ClassRaised, u62, st.lists(st.builds(Raise, names, u62, words), max_size=4).map(tuple)),
+    st.builds(Pinned, st.lists(st.builds(Pin, names, u62, uses), max_size=4).map(tuple)),
     st.builds(Removed, u62, words, st.lists(st.tuples(names, prefixes), max_size=4).map(tuple), st.booleans()),
     st.builds(Snapshot, uses, sequences),
     st.builds(Unknown, st.integers(200, 255), st.binary(max_size=20)),
@@ -62,6 +70,8 @@ SAMPLE: list[Record] = [
     SegmentOpened(SegmentName(WRITER, 1), 4096, 1 << 20, 5, TINY.digest),
     ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"o" * 16, b"p" * 32),
     Touched(((ExtentName(SegmentName(WRITER, 1), 4096), 9),)),
+    ClassRaised(7, (Raise(ExtentName(SegmentName(WRITER, 1), 4096), 99, "chat"),)),
+    Pinned((Pin(ExtentName(SegmentName(WRITER, 1), 4096), 99, 10),)),
     Removed(10, "capacity", ((ExtentName(SegmentName(WRITER, 1), 4096), b"p" * 32),)),
     SegmentSealed(SegmentName(WRITER, 1), 12288),
 ]
@@ -149,6 +159,10 @@ def test_an_extent_keeps_fields_of_later_versions() -> None:
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 2**63), 1, 1, 1, 1, "", bytes(16), b""),
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 1, 2**31, 1, 1, "", bytes(16), b""),
         Touched(((ExtentName(SegmentName(WRITER, 1), 1), 2**56),)),
+        ClassRaised(2**62, ()),
+        ClassRaised(1, (Raise(ExtentName(SegmentName(WRITER, 1), 1), 2**62, "agent"),)),
+        Pinned((Pin(ExtentName(SegmentName(WRITER, 1), 1), 2**62, 1),)),
+        Pinned((Pin(ExtentName(SegmentName(WRITER, 1), 1), 1, 2**56),)),
         Removed(2**63, "", ()),
         Removed(1, "", ((ExtentName(SegmentName(WRITER, 1), 2**63), b""),)),
     ],
@@ -157,6 +171,23 @@ def test_an_extent_keeps_fields_of_later_versions() -> None:
 def test_numbers_that_no_index_can_hold_end_the_journal(record: Record) -> None:
     found, state = read(journal([Snapshot(1, 1), record]))
     assert (found, state.stopped) == ([Snapshot(1, 1)], "unreadable")
+
+
+@pytest.mark.parametrize("cut", [1, 7, 9, 20, 44])
+def test_a_promise_that_does_not_add_up_ends_the_journal(cut: int) -> None:
+    whole = journal([ClassRaised(7, (Raise(ExtentName(SegmentName(WRITER, 1), 4096), 99, "chat"),))])
+    payload = bytes(whole[5:-8])
+    found, state = read(journal([Unknown(0x86, payload)]))
+    assert len(found) == 1
+    found, state = read(journal([Snapshot(1, 1), Unknown(0x86, payload[:-cut])]))
+    assert (found, state.stopped) == (([Snapshot(1, 1)], "unreadable"))
+
+
+def test_a_save_without_promises_writes_what_the_version_before_could_read() -> None:
+    plain = ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "default", b"o" * 16, b"p" * 32)
+    assert bytes(journal([plain])[-8 - 5 - len(b"default") : -8]) == frame(1, b"default")
+    assert frame(2, b"acme") not in journal([plain])
+    assert frame(2, b"acme") in journal([replace(plain, tenant="acme")])
 
 
 def test_many_removals_are_cut_into_records_of_bounded_size() -> None:

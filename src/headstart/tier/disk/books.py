@@ -436,6 +436,11 @@ class Books:
         """Return (segment, offset, extent_bytes)."""
         return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
 
+    def shape(self, row: int) -> tuple[int, int]:
+        """Return (header_bytes, blocks)."""
+        blocks = self._index(self._numbered[self._segment[row]].representation).count(row)
+        return int(self._header_bytes[row]), blocks
+
     def numbered(self, number: int) -> Segment:
         return self._numbered[number]
 
@@ -450,27 +455,66 @@ class Books:
 
     def info(self, row: int, *, now_ms: int = 0) -> ExtentInfo:
         """Return what is known of an extent; a pin whose deadline is over is none."""
-        prefixes = self.prefixes(row)
-        expires_ms = int(self._kept.expires_ms(np.array([row]), self._created_ms[[row]])[0])
-        pinned_ms = self._kept.pinned_ms(row)
-        return ExtentInfo(
-            id=self.id_of(row),
-            representation=self._numbered[self._segment[row]].representation,
-            keys=tuple(prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)),
-            blocks=len(prefixes) // PREFIX_BYTES,
-            header_bytes=int(self._header_bytes[row]),
-            extent_bytes=int(self._extent_bytes[row]),
-            created_ms=int(self._created_ms[row]),
-            last_used=int(self._last_used[row]),
-            retention=self._kept.retention_of(row),
-            tenant=self._kept.tenant_of(row),
-            parent=self._parent[row].tobytes(),
-            guaranteed_until_ms=min(int(self._kept.promised_ms[row]), expires_ms),
-            expires_ms=None if expires_ms == FOREVER_MS else expires_ms,
-            pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
-            leased=bool(self._leases[row] > 0),
-            where=f"{self._numbered[self._segment[row]].name.file}, byte {self._offset[row]}",
+        return self.infos(np.array([row]), now_ms=now_ms)[0]
+
+    def infos(self, rows: npt.NDArray[np.int64], *, now_ms: int = 0) -> list[ExtentInfo]:
+        """As `info`, for many at once: column by column, since 250,000 of them are looked at together."""
+        expires_ms = self._kept.expires_ms(rows, self._created_ms[rows])
+        promised_ms = np.minimum(self._kept.promised_ms[rows], expires_ms)
+        parents = self._parent[rows].tobytes()
+        numbers, where = self._segment[rows].tolist(), {}
+        for number in set(numbers):
+            segment = self._numbered[number]
+            where[number] = (segment.representation, segment.name.file, self._index(segment.representation))
+        columns = (
+            rows | self._generation[rows] << _GENERATION_SHIFT,
+            self._offset[rows],
+            self._extent_bytes[rows],
+            self._header_bytes[rows],
+            self._created_ms[rows],
+            self._last_used[rows],
+            self._leases[rows] > 0,
+            promised_ms,
+            expires_ms,
         )
+        found = []
+        for n, (
+            row,
+            number,
+            one,
+            offset,
+            extent_bytes,
+            header_bytes,
+            created_ms,
+            last_used,
+            leased,
+            promised,
+            expires,
+        ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
+            representation, file, index = where[number]
+            prefixes = index.keys(row).tobytes()
+            pinned_ms = self._kept.pinned_ms(row)
+            found.append(
+                ExtentInfo(
+                    id=ExtentId(one),
+                    representation=representation,
+                    keys=tuple(prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)),
+                    blocks=len(prefixes) // PREFIX_BYTES,
+                    header_bytes=header_bytes,
+                    extent_bytes=extent_bytes,
+                    created_ms=created_ms,
+                    last_used=last_used,
+                    retention=self._kept.retention_of(row),
+                    tenant=self._kept.tenant_of(row),
+                    parent=parents[n * PREFIX_BYTES : (n + 1) * PREFIX_BYTES],
+                    guaranteed_until_ms=promised,
+                    expires_ms=None if expires == FOREVER_MS else expires,
+                    pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
+                    leased=leased,
+                    where=f"{file}, byte {offset}",
+                )
+            )
+        return found
 
     def living(self) -> npt.NDArray[np.int64]:
         """Return the rows of all living extents."""
@@ -519,8 +563,14 @@ class Books:
     def is_pinned(self, row: int, now_ms: int) -> bool:
         return self._kept.pinned_ms(row) > now_ms
 
-    def pinned_bytes(self, now_ms: int) -> int:
-        return int(self._extent_bytes[self._kept.pinned(now_ms)].sum())
+    def pinned_bytes(self, now_ms: int, *, more: Iterable[int] = (), holes: bool = True) -> int:
+        """Return what pinned extents keep from being given back, those `more` rows included. Without `holes` that is all of the
+        segments that they lie in."""
+        rows = np.union1d(self._kept.pinned(now_ms), np.array(list(more), np.int64)).astype(np.int64)
+        if holes:
+            return int(self._extent_bytes[rows].sum())
+        segments = [self._numbered[number] for number in np.unique(self._segment[rows]).tolist()]
+        return sum(max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments)
 
     def terms_records(self, rows: Iterable[int], *, now_ms: int, added: bool = False) -> list[Record]:
         """Return the promises and pins of rows as a journal says them; `added`: it says as well that they were added."""

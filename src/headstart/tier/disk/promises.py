@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId, Terms
 from headstart.tier.disk.records import ExtentName, Pin, Pinned, Record, plausible_ms
+from headstart.tier.disk.removal import PINNED_SHARE
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
-PINNED_SHARE = 2  # all pins together take at most such a part of the capacity
 BROKEN_INTERVAL_S = 60.0  # how often it is said that promises are being broken
 _A_RECORD = 512
 _CLASSES_SAID = 64
@@ -128,18 +128,17 @@ class Promises:
         now_ms = store.now_ms()
         with store.lock:
             books = store.books
-            left = store.capacity_bytes // PINNED_SHARE - books.pinned_bytes(now_ms)
-            chosen: set[ExtentId] = set()
+            chosen: list[int] = []
             for extent in extents:
                 row = books.row(extent)
-                new = row is not None and deadline_ms > now_ms and extent not in chosen and not books.is_pinned(row, now_ms)
-                if row is None or (new and books.place(row)[2] > left):
-                    done.append(False)
-                    continue
-                left -= books.place(row)[2] if new else 0
-                chosen.add(extent)
-                pins.append(Pin(books.name(row), deadline_ms, books.next_use()))
-                done.append(True)
+                new = row is not None and deadline_ms > now_ms and not books.is_pinned(row, now_ms)
+                if row is not None and new:
+                    new_bytes = books.pinned_bytes(now_ms, more=[*chosen, row], holes=store.holes)
+                    row = row if new_bytes <= store.capacity_bytes // PINNED_SHARE else None
+                done.append(row is not None)
+                if row is not None:
+                    chosen += [row] if new else []
+                    pins.append(Pin(books.name(row), deadline_ms, books.next_use()))
         return pins, done
 
     def _note_class(self, retention: str) -> None:

@@ -34,6 +34,7 @@ _SHARE = 64  # such a part of the capacity is freed at once: a full cache does n
 _REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
 _BATCH = 64  # extents removed at once: what a lookup may have to wait for
 EXPIRE_INTERVAL_S = 10.0
+PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
 _PART = 4096  # parents looked up at once, for the same reason
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _NO_FILE = Handle(-1)
@@ -122,10 +123,11 @@ def weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) ->
     now_ms, books = store.now_ms(), store.books
     with store.lock:
         candidates = books.candidates(now_ms)
+        pinned_bytes = books.pinned_bytes(now_ms, holes=store.holes)
     held = candidates.leased | np.isin(candidates.ids, np.array(sorted(refused), np.int64))
     # Pins that take more than they may, as after the capacity was lowered, only go last.
     pinned = candidates.pinned
-    if int(candidates.nbytes[pinned].sum()) <= store.capacity_bytes // 2:
+    if pinned_bytes <= store.capacity_bytes // PINNED_SHARE:
         held |= pinned
     promised_ms = np.where(pinned, FOREVER_MS, candidates.promised_ms)
     parents = np.full(len(candidates.ids), -1, np.int64)
@@ -221,6 +223,8 @@ def drop_files(store: Store, needed_bytes: int) -> None:
         with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
             if handle is not None:
                 store.counters.add("evicted_capacity", len(segment.rows))
+                with contextlib.suppress(OSError):
+                    store.disk.truncate(handle, 0)  # as `_empty` does
                 unlink(store, segment)  # whoever appends to it finds it gone, and begins another
 
 
@@ -322,10 +326,27 @@ def _is_done(store: Store, segment: Segment) -> bool:
 
 def _settle(store: Store, segments: Iterable[Segment]) -> None:
     for segment in {segment.number: segment for segment in segments if not segment.gone}.values():
-        if _is_done(store, segment):
+        if _is_done(store, segment) and _empty(store, segment):
             unlink(store, segment)
         else:
             measure(store, segment)
+
+
+def _empty(store: Store, segment: Segment) -> bool:
+    """Cut a file that goes to nothing: other processes may have it open for a while, and its bytes would be charged as long.
+    False where that failed."""
+    try:
+        handle = store.disk.open(store.directory.segment_path(segment.name), "write")
+        try:
+            store.disk.truncate(handle, 0)
+        finally:
+            store.disk.close(handle)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        store.counters.add("unlink_failed")
+        return False
+    return True
 
 
 def _lock_bytes(store: Store, segment: Segment, offset: int, nbytes: int) -> Handle | None:
@@ -400,7 +421,8 @@ def measure(store: Store, segment: Segment) -> None:
         with store.lock:
             store.books.charge(segment, 0)
     except OSError:
-        store.counters.add("stat_failed")  # the old figure stands: too high rather than too low
+        store.counters.add("stat_failed")
+        store.marker.unsure = True
     else:
         with store.lock:
             store.books.charge(segment, facts.allocated_bytes)
