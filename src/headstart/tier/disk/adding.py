@@ -16,7 +16,7 @@ from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.books import Segment
-from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders
+from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders, survey
 from headstart.tier.disk.door import Handle
 from headstart.tier.disk.records import (
     ExtentAdded,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def add_extent(
     store: Store, image: memoryview, representation: Representation, added: ExtentAdded, *, replacing: bool = False
 ) -> WriteOutcome:
-    """Store an extent whose place is decided here. `replacing`: it is written in others' stead, so nothing gives way for it, and
-    it was last used when `added` says. Raises OSError, and then it is not stored."""
+    """Store an extent whose place is decided here. `replacing`: it is written in others' stead, so nothing gives way for it,
+    and it was last used when `added` says. Raises OSError, and then it is not stored."""
     nbytes = image.nbytes
     segment = store.appending.get(representation.digest)
     if segment is not None and (segment.gone or segment.end + nbytes > segment.capacity_bytes):
@@ -49,12 +49,16 @@ def add_extent(
     measure_folders(store)
     if store.incomplete:
         measure_unexplained(store)
+    if store.marker.unsure:
+        survey(store)
     if not (replacing or keep_within_quota(store, added.tenant, nbytes)):
         return store.refused("quota")
     if not (has_room(store, needed) if replacing else make_room(store, needed)):
         return store.refused("full")
     if segment is not None and segment.gone:  # evicted whole
         segment, header = None, _new_header(store, representation)
+        if not has_room(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
+            return store.refused("full")
     if segment is None:
         assert header is not None
         segment = _open_segment(store, header)

@@ -5,6 +5,7 @@ Everything here is called in the store's turn, and where it says so by who holds
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ def survey(store: Store) -> None:
     """Measure every file and folder of the directory anew, whoever made it and whether or not a journal speaks of it. The
     marker's lock is held. Raises OSError."""
     listing = store.directory.list()
+    store.marker.unsure = False
     with store.lock:
         charged = [s for s in store.books.segments.values() if s.allocated_bytes or (s.opened and not s.gone)]
         there = [store.books.segment(name) for name in listing.segments]
@@ -43,7 +45,8 @@ def survey(store: Store) -> None:
         remains += _charged(store.disk, path)
     store.other_journals_bytes, store.remains_bytes = journals, remains
     store.folders = {path: _charged(store.disk, path) for path in store.directory.folders()}
-    store.marker.unsure = False
+    if store.marker.unsure:
+        raise OSError(errno.EIO, "what is charged cannot be measured", str(store.directory.root))
 
 
 def charged_bytes(disk: Disk, directory: Directory) -> int:
@@ -65,6 +68,7 @@ def measure_folders(store: Store) -> None:
             store.folders[path] = store.disk.stat(path).allocated_bytes
         except OSError:
             store.counters.add("stat_failed")
+            store.marker.unsure = True
 
 
 def has_room(store: Store, needed_bytes: int) -> bool:
@@ -81,7 +85,9 @@ def make_room(store: Store, needed_bytes: int) -> bool:
     short = _short(store, needed_bytes)
     if short <= 0:
         return True
-    if store.clock() >= store.give_back_due and store.books.live_bytes - short > store.capacity_bytes // KEPT_SHARE:
+    if store.books.live_bytes - short < store.capacity_bytes // KEPT_SHARE:
+        store.pause(f"all but {gib(store.min_free_bytes)} of its file system is taken, and so much is to stay free")
+    elif store.clock() >= store.give_back_due:
         evict(store, short, "min-free")
         if _short(store, needed_bytes) <= 0:
             return True
@@ -97,6 +103,15 @@ def give_back(store: Store) -> bool:
         return False
     store.give_back_due = store.clock() + _GIVE_BACK_S  # a file system may show late what it has got back
     return evict(store, min(short, max(1, store.capacity_bytes // 64)), "min-free")
+
+
+def gib(nbytes: int) -> str:
+    """Return a size for people.
+
+    >>> gib(27 << 30), gib(1 << 20)
+    ('27 GiB', '0.000977 GiB')
+    """
+    return f"{nbytes / (1 << 30):,.3g} GiB"
 
 
 def _short(store: Store, needed_bytes: int) -> int:

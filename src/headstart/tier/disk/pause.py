@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 FULL = {errno.ENOSPC, errno.EDQUOT}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
+
+
+def told(error: OSError) -> str:
+    """Return what the medium said, without a path: whoever asks for the server's health reads it."""
+    return os.strerror(error.errno) if error.errno else "an error without a number"
+
 
 log = logging.getLogger(__name__)
 

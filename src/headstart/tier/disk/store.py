@@ -31,7 +31,7 @@ from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
-from headstart.tier.disk.pause import FULL, LOST, Pause
+from headstart.tier.disk.pause import FULL, LOST, Pause, told
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
@@ -72,6 +72,7 @@ class Store:
         self.capacity_bytes = capacity_bytes
         self.min_free_bytes = min_free_bytes
         self.give_back_due = 0.0
+        self.refused_bytes = 0  # what the medium had no room for the last time
         self.marker = marker
         self.opening = True  # until then nobody follows what others do: all is measured each time
         self.follow: Callable[[], bool] = lambda: True  # takes over what other processes did; False where it could not
@@ -129,6 +130,7 @@ class Store:
             try:
                 return add_once()
             except OSError as error:
+                self.refused_bytes = image.nbytes
                 if not self._mended(error, image.nbytes):
                     return self._stop(error)
             try:
@@ -344,6 +346,28 @@ class Store:
 
     # Failing and recovering; in turn.
 
+    def try_again(self) -> None:
+        """Where storing is paused and it is time: find out whether the medium takes something again, by writing a block."""
+        if not self.pauses.why or self.stopped:
+            return
+        with self.turn(wait_s=0) as mine:
+            if not mine:
+                return
+            try:
+                if self.upkeep.journal.lost:
+                    self._recreate()
+                with self.charging(wait_s=0) as alone:
+                    if not alone:
+                        return
+                    needed = self.min_free_bytes + self.refused_bytes + self.slack_bytes
+                    if self.disk.space(self.directory.root).available_bytes < needed:
+                        raise OSError(errno.ENOSPC, "there is still no room", str(self.directory.root))
+                    self.disk.probe(self.directory.journals)
+            except (OSError, StoreError) as error:
+                self.pause(told(error) if isinstance(error, OSError) else str(error))
+            else:
+                self.pauses.end()
+
     def _mended(self, error: OSError, nbytes: int) -> bool:
         """Do what may help against an error: room where the disk is full, a directory where it was removed."""
         try:
@@ -372,7 +396,8 @@ class Store:
 
     def _stop(self, error: OSError) -> WriteOutcome:
         """Store nothing for a while: the medium refuses."""
-        self.pause(str(error))
+        log.info("disk tier %s: %s", self.directory.root, error)
+        self.pause(told(error))
         code = errno.errorcode.get(error.errno or 0, "other").lower()
         self.counters.add(f"write_failed_{code}")
         return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")

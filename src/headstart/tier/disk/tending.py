@@ -6,9 +6,10 @@ from collections.abc import Callable
 from threading import Lock
 
 from headstart.errors import StoreError
+from headstart.tier.disk.charges import give_back
 from headstart.tier.disk.doubles import Doubles
 from headstart.tier.disk.joining import Joiner, Reader
-from headstart.tier.disk.removal import expire, give_back_waiting
+from headstart.tier.disk.removal import expire, give_back_empty, give_back_waiting
 from headstart.tier.disk.store import Store
 
 
@@ -24,6 +25,7 @@ class Tending:
     def step(self) -> bool:
         """Do what is due and does not take longer than writing one extent anew; True while there is more. A step that fails is
         a counter."""
+        self._store.try_again()
         if self._store.stopped or self._store.forked or not self._tending.acquire(blocking=False):
             return False
         steps: tuple[Callable[[], bool], ...] = (self._in_turn, self.joiner.join, self.joiner.forward)
@@ -46,7 +48,7 @@ class Tending:
             if not mine:
                 return False
             give_back_waiting(store)
+            give_back_empty(store)
             if store.upkeep.touches_due:
                 store.upkeep.flush_touches()
-            store.upkeep.verify()
-            return expire(store) or self._doubles.drop()
+            return expire(store) or give_back(store) or self._doubles.drop()

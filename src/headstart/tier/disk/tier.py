@@ -18,6 +18,7 @@ import numpy as np
 
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
+from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
@@ -36,7 +37,7 @@ from headstart.tier.base import (
 from headstart.tier.disk.books import Removal, Segment
 from headstart.tier.disk.check import check_store
 from headstart.tier.disk.directory import Directory, unavailable
-from headstart.tier.disk.door import Disk, Handle, RealDisk
+from headstart.tier.disk.door import ALIGNMENT, Disk, Handle, RealDisk
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.pause import FULL, LOST
 from headstart.tier.disk.records import (
@@ -191,10 +192,10 @@ class DiskTier:
             return None
         with store.lock:
             row = store.books.row(extent)
-            place = None if row is None else store.books.place(row)
-        if place is None:
-            return None
-        segment, offset, _ = place
+            if row is None:
+                return None
+            segment, offset, extent_bytes = store.books.place(row)
+            header_bytes, blocks = store.books.shape(row)
         try:
             handle = store.files.hold(segment)
         except (StoreError, OSError):
@@ -203,7 +204,7 @@ class DiskTier:
         if descriptor is None:
             store.files.let_go(segment)
             return None
-        return RawExtent(extent, descriptor, offset, segment)
+        return RawExtent(extent, descriptor, offset, extent_bytes, header_bytes, blocks, segment)
 
     def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
         assert isinstance(raw.file, Segment)
@@ -318,7 +319,7 @@ class DiskTier:
         with self._store.lock:
             books = self._store.books
             now_ms = self._store.now_ms()
-            found = [books.info(row, now_ms=now_ms) for row in books.living().tolist()]
+            found = books.infos(books.living(), now_ms=now_ms)
         return iter(found)
 
     def removals(self) -> list[Removal]:
@@ -340,6 +341,7 @@ class DiskTier:
                 counters=self._counters.snapshot(),
                 live_bytes_by_class=store.books.bytes_by_class(),
                 live_bytes_by_tenant=store.books.bytes_by_tenant(),
+                paused=store.pauses.why,
             )
 
     def check(self) -> list[Problem]:
@@ -492,7 +494,28 @@ class DiskTier:
             raise ExtentCorrupt(f"{path}: {error}", reason="short-read", tier=self.name, extent=read.extent) from error
         except OSError as error:
             self._failed(error, segment)
+            if error.errno == errno.EIO and self._is_bad_sector(segment, offset + read.offset, wanted):
+                path = store.directory.segment_path(segment.name)
+                message = f"{path}: bytes {offset + read.offset} and on cannot be read, what lies around them can"
+                raise ExtentCorrupt(message, reason="unreadable", tier=self.name, extent=read.extent) from error
             raise
+
+    def _is_bad_sector(self, segment: Segment, offset: int, nbytes: int) -> bool:
+        """Whether a range cannot be read that could not be before, though the file's header can: the medium has lost the range,
+        and not gone away."""
+        store = self._store
+        memory = aligned(ALIGNMENT)
+        try:
+            with store.files.held(segment) as handle:
+                store.disk.read(handle, [memory], 0)
+                for at in range(offset, offset + nbytes, memory.nbytes):
+                    try:
+                        store.disk.read(handle, [memory[: min(memory.nbytes, offset + nbytes - at)]], at)
+                    except OSError as error:
+                        return error.errno == errno.EIO
+        except (OSError, StoreError):
+            return False
+        return False
 
     def _failed(self, error: OSError, segment: Segment) -> None:
         """Count a failed access; a file that is gone takes its extents along."""
