@@ -30,6 +30,7 @@ _KINDS = {
     **dict.fromkeys(
         ("close_timed_out", "loaded_tokens", "match_skipped", "match_timed_out", "matched_tokens", "release_timed_out"), "tier"
     ),
+    "device_failed": "call",
     "finished": "reason",
     "tier_failed": "call",
 }

@@ -23,6 +23,7 @@ COMMANDS = {
     "unpin": (f"{_HERE}.keeping:unpin", "Let pinned prefixes go their way again."),
     "rm": (f"{_HERE}.removing:rm", "Remove prefixes, and all that only they need."),
     "move": (f"{_HERE}.moving:move", "Move prefixes from one cache directory to another."),
+    "devices": (f"{_HERE}.devices:devices", "Tell which devices the cache lies on; add, drain or remove one."),
     "export": (f"{_HERE}.carrying:export", "Write prefixes into one file."),
     "import": (f"{_HERE}.carrying:import_", "Take in prefixes that `export` wrote."),
 }

@@ -165,8 +165,9 @@ def devices_of(home: Path) -> tuple[Entry, ...]:
 
 def add_device(home: Path, path: Path) -> Entry:
     """Add a directory to the set of `home`, made where it is missing. Running processes begin to use it within seconds. What
-    it holds already is kept. Raises TierUnavailable."""
+    it holds already is kept. Raises NotThere where `home` is no cache, TierUnavailable."""
     home, path = home.absolute(), path.absolute()
+    Directory(RealDisk(), home).require()
     listed = _gather(home)
     if listed is None:
         listed = DeviceList(secrets.token_hex(16), 0, "", ()).with_entry(Entry(secrets.token_hex(16), home))

@@ -1,0 +1,37 @@
+"""`headstart cache devices`: a set of devices is told and changed from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headstart.cli.cache.devices import devices
+from headstart.errors import NotThere, TierUnavailable
+from headstart.tier.disk import DiskTier
+
+
+def told(*arguments: object) -> list[dict[str, object]]:
+    result = CliRunner().invoke(devices, [*map(str, arguments), "--json"], catch_exceptions=False)
+    found: list[dict[str, object]] = json.loads(result.output)["devices"]
+    return found
+
+
+def test_a_device_is_added_drained_and_removed_by_command(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    DiskTier.open(a, capacity_bytes=1 << 20).close()
+    assert told(a) == [{"path": str(a), "state": "active", "there": True}]
+    assert [one["path"] for one in told(a, "--add", b)] == [str(a), str(b)]
+    assert [one["state"] for one in told(b, "--drain", b)] == ["active", "draining"]
+    with pytest.raises(TierUnavailable, match="has not been drained"):
+        told(a, "--remove", b)
+    assert [one["state"] for one in told(a, "--remove", b, "--force")] == ["active", "removed"]
+    assert told(b) == [{"path": str(b), "state": "active", "there": True}]  # a cache of its own again
+
+
+def test_a_directory_without_a_cache_has_no_devices(tmp_path: Path) -> None:
+    with pytest.raises(NotThere):
+        told(tmp_path / "nowhere", "--add", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
