@@ -47,8 +47,22 @@ class WholeCacheMachine(CacheMachine):
 
 
 class DiskOnlyCacheMachine(WholeCacheMachine):
+    """Small enough that a prompt of a few saves is worth joining."""
+
+    now = 1000.0
+
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+
     def open_cache(self) -> PrefixCache:
-        self.faulty = FaultyTier(DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk))
+        disk = DiskTier.open(
+            self.disk.root / "kv",
+            capacity_bytes=1 << 20,
+            disk=self.faulty_disk,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.now,
+        )
+        self.faulty = FaultyTier(disk)
         return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0, match_timeout_s=5.0)
 
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from headstart.block.keys import BlockKey, chain_keys
 from headstart.block.representation import Representation
+from headstart.cache.budget import WriteBudget
 from headstart.cache.extents import ExtentBuilder
 from headstart.cache.faults import counted
 from headstart.cache.lookup import Pieces, absent_runs, pieces_of
@@ -36,6 +37,8 @@ from headstart.transfer.load import KVView
 
 _MAX_WAITING = 64
 _MAX_NOTES = 1024
+_IDLE_S = 1.0  # with nothing to do for so long, the tiers' upkeep gets a turn
+_TENDING_SHARE = 0.25  # of the time that nothing else is done
 _SAVING_SHARE = 0.75  # of the time for closing; the rest is for the extent under way, for reads and for the tiers
 _STORED = ("written", "present")
 _log = logging.getLogger(__name__)
@@ -123,7 +126,13 @@ class Saver:
     so far, and as nothing before."""
 
     def __init__(
-        self, sources: Sequence[Source], representation: Representation, *, queue_bytes: int, counters: Counters
+        self,
+        sources: Sequence[Source],
+        representation: Representation,
+        *,
+        queue_bytes: int,
+        counters: Counters,
+        write_budget_bytes: int | None = None,
     ) -> None:
         self._sources = sources
         self._representation = representation
@@ -131,6 +140,7 @@ class Saver:
         self._queue_bytes = queue_bytes
         self._counters = counters
         self._builder = ExtentBuilder(representation)
+        self._budget = WriteBudget(write_budget_bytes, counters=counters)
         self._condition = Condition()
         self._queue: deque[tuple[SaveRequest, int, Ticket]] = deque()
         self._notes: deque[tuple[Source, Sequence[ExtentId]]] = deque()
@@ -190,12 +200,16 @@ class Saver:
         ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=reason))
 
     def _work(self) -> None:
+        pause_s = _IDLE_S
         while True:
             with self._condition:
-                while not (self._queue or self._notes or self._closing):
-                    self._condition.wait()  # idle: bounded by close(), which the owner calls
-                if not (self._queue or self._notes):
+                called = self._condition.wait_for(lambda: self._queue or self._notes or self._closing, pause_s)
+                if called and not (self._queue or self._notes):
                     return
+            if not called:
+                pause_s = self._tend()
+                continue
+            pause_s = _IDLE_S
             self._take_notes()
             with self._condition:
                 if not self._queue:
@@ -215,6 +229,19 @@ class Saver:
             ticket.finish(result)
             del request, ticket  # an idle thread keeps no source alive
 
+    def _tend(self) -> float:
+        """Do one step of upkeep in each tier; return how long to wait until the next one, unless something else comes."""
+        begun, more = time.monotonic(), False
+        try:
+            for source in self._sources:
+                with counted(self._counters, source.tier, "tend"):
+                    more = source.tier.tend() or more
+        except Exception:  # noqa: BLE001 - the thread's outer edge: what fails here must not end all saving
+            self._counters.add("tend_errors")
+            _log.exception("upkeep failed unexpectedly")
+        took_s = time.monotonic() - begun
+        return took_s * (1 / _TENDING_SHARE - 1) if more else max(_IDLE_S, took_s)
+
     def _take_notes(self) -> None:
         with self._condition:
             notes, self._notes = self._notes, deque()
@@ -232,14 +259,34 @@ class Saver:
                 if target.tier.max_extent_bytes(self._representation) < self._builder.least_bytes:
                     target.reason = "too-large"  # or it would cut every extent to one piece for the others
             present = [self._hold(target, keys) >= 0 for target in targets]
+            admitted = [self._admit(target, keys, there, request.terms) for target, there in zip(targets, present, strict=True)]
             written_bytes = 0
-            for first, pieces, lacking in absent_runs(present):
+            for first, pieces, lacking in absent_runs(admitted):
                 written_bytes += self._save_run(request, keys, first, pieces, [targets[number] for number in lacking])
             return self._conclude(targets, keys, request.terms, written_bytes)
         finally:
             for target in targets:
                 with counted(self._counters, target.tier, "release"):
                     target.tier.release(target.held)
+
+    def _admit(
+        self, target: _Target, keys: Sequence[BlockKey], present: npt.NDArray[np.bool_], terms: Terms
+    ) -> npt.NDArray[np.bool_]:
+        """Return `present` with the pieces that are not worth a write today called present too."""
+        representation = self._representation
+        limit = self._budget.limit(
+            target.source,
+            keys[representation.blocks_per_piece - 1 :: representation.blocks_per_piece],
+            present,
+            piece_bytes=(representation.bytes_per_token or self._builder.largest_bytes_per_token) * representation.piece_tokens,
+            session=terms.session,
+        )
+        if limit == len(present):
+            return present
+        dropped = int(np.count_nonzero(~present[limit:])) * representation.piece_tokens
+        self._counters.add(f"save_budget_dropped_tokens_{target.tier.name}", dropped)
+        target.refused = "budget"
+        return np.concatenate([present[:limit], np.ones(len(present) - limit, np.bool_)])
 
     def _save_run(
         self, request: SaveRequest, keys: Sequence[BlockKey], first: int, pieces: int, targets: Sequence[_Target]
@@ -331,7 +378,7 @@ class Saver:
             with counted(self._counters, target.tier, "keep"):
                 target.tier.keep(extents, terms)
         takes = [number for number, target in enumerate(targets) if target.reason is None]
-        refused = [target.reason for target in targets if target.reason is not None]
+        refused = [reason for target in targets if (reason := target.reason or target.refused) is not None]
         return SaveResult(
             stored_tokens=leading[takes[-1] if takes else -1],
             written_bytes=written_bytes,
@@ -364,3 +411,4 @@ class _Target:
         self.quarantine = source.quarantine
         self.held: list[ExtentId] = []
         self.reason: str | None = None
+        self.refused: str | None = None  # why it was not even asked to take all

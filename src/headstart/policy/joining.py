@@ -16,7 +16,7 @@ USED_AGAIN = 3  # times: one request notes the use of what it saves twice, at th
 IDLE_S = 60.0  # since its last use a conversation counts as paused
 LONG_PER_SHORT = 3  # bytes that are long enough already, at most, for a short one that is joined to them
 DEAD_SHARE = 0.5  # of a file: only then is what lives in it copied, at most a byte for each that comes free
-FULL_SHARE = 0.875  # of the capacity: below, dead space does no harm, and what lives beside it may die as well
+FULL_SHARE = 0.75  # of the capacity: below, dead space does no harm, and what lives beside it may die as well
 
 Name = TypeVar("Name", bound=Hashable)
 

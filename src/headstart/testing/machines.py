@@ -27,15 +27,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headstart.block.extent import layout_of
 from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.errors import StoreError
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.testing.faults import Fault, FaultyTier, TierFault, TierVerb
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk, ProcessDied
 from headstart.testing.round_trip import TIMEOUT_S, finish, match
-from headstart.tier.base import ExtentId, ReadRange, Tier
+from headstart.tier.base import ExtentId, ReadRange, Terms, Tier
 
 PROMPTS = 8
 _LONGEST = 12  # pieces of a prompt at most
+_STEPS = 200  # of upkeep, more than there can be to do
 
 
 @lru_cache(maxsize=256)
@@ -51,7 +53,8 @@ _lengths = st.integers(1, _LONGEST)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Subclasses make the tier; a `persistent` one is closed and made again between steps."""
+    """Subclasses make the tier; a `persistent` one is closed and made again between steps. One whose tier has a clock of the
+    test's own lets it go on in `pass_time`."""
 
     persistent = False
     capacity_bytes = 1 << 20
@@ -59,11 +62,15 @@ class TierMachine(RuleBasedStateMachine):
     def make_tier(self) -> Tier:
         raise NotImplementedError
 
+    def pass_time(self, seconds: int) -> None:
+        pass
+
     def __init__(self) -> None:
         super().__init__()
         self.tier = self.make_tier()
         self.written: set[bytes] = set()  # keys of every block that was ever handed over
         self.held: Counter[ExtentId] = Counter()
+        self.pinned: set[ExtentId] = set()
 
     @rule(number=_numbers, pieces=_lengths, first=st.integers(0, _LONGEST - 1))
     def write(self, number: int, pieces: int, first: int) -> None:
@@ -103,25 +110,61 @@ class TierMachine(RuleBasedStateMachine):
         self.held[extent] -= 1
         self.held += Counter()  # drops what is at zero
 
-    @rule(number=_numbers)
-    def touch(self, number: int) -> None:
-        self.tier.touch(self._extents_of(number))
+    @rule(number=_numbers, times=st.integers(1, 3))
+    def touch(self, number: int, times: int) -> None:
+        for _ in range(times):
+            self.tier.touch(self._extents_of(number))
+
+    @rule(number=_numbers, edges=st.sets(st.integers(1, _LONGEST - 1), min_size=1, max_size=4).map(sorted))
+    def converse(self, number: int, edges: list[int]) -> None:
+        """A conversation grows turn by turn, and is used again."""
+        for first, end in zip([0, *edges], [*edges, _LONGEST], strict=True):
+            self.write(number, end - first, first)
+        self.touch(number, times=3)
+
+    @rule(seconds=st.sampled_from([1, 31, 61]))
+    def tend(self, seconds: int) -> None:
+        before = self._pinned_blocks()
+        self.pass_time(seconds)
+        assert any(not self.tier.tend() for _ in range(_STEPS)), "upkeep finds no end"
+        self.pinned = {info.id for info in self.tier.scan() if info.pinned_until_ms is not None}
+        assert before <= self._pinned_blocks(), "a pin was lost when extents were joined"
 
     @rule(number=_numbers)
     def delete(self, number: int) -> None:
         extents = self._extents_of(number)
-        removed = self.tier.delete(extents, reason="user")
-        assert removed == sum(extent not in self.held for extent in extents)
-        assert {e for e in extents if self.tier.info(e) is not None} == {e for e in extents if e in self.held}
+        stay = {extent for extent in extents if extent in self.held or extent in self.pinned}
+        assert self.tier.delete(extents, reason="user") == len(extents) - len(stay)
+        assert {e for e in extents if self.tier.info(e) is not None} == stay
+
+    @rule(number=_numbers, retention=st.sampled_from(["default", "agent", "chat", "unheard of"]))
+    def keep(self, number: int, retention: str) -> None:
+        extents = self._extents_of(number)
+        before = self._promises(extents)
+        self.tier.keep(extents, Terms(retention))
+        assert all(now >= then for now, then in zip(self._promises(extents), before, strict=True))
+
+    @rule(number=_numbers)
+    def pin(self, number: int) -> None:
+        extents = self._extents_of(number)
+        done = self.tier.pin(extents, until_ms=None)
+        self.pinned |= {extent for extent, ok in zip(extents, done, strict=True) if ok}
+
+    @rule(number=_numbers)
+    def unpin(self, number: int) -> None:
+        extents = self._extents_of(number)
+        self.tier.unpin(extents)
+        self.pinned -= set(extents)
 
     @precondition(lambda self: self.persistent)
     @rule()
     def reopen(self) -> None:
-        before = {info.keys: info.extent_bytes for info in self.tier.scan()}
+        before = self._what_is_there()
         self._let_go()
         self.tier.close()
         self.tier = self.make_tier()
-        assert {info.keys: info.extent_bytes for info in self.tier.scan()} == before
+        assert self._what_is_there() == before
+        self.pinned = {info.id for info in self.tier.scan() if info.pinned_until_ms is not None}
 
     @invariant()
     def books_are_whole(self) -> None:
@@ -132,8 +175,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.check() == []
 
     @invariant()
-    def leased_extents_are_there(self) -> None:
-        assert all(self.tier.info(extent) is not None for extent in self.held)
+    def leased_and_pinned_extents_are_there(self) -> None:
+        assert all(self.tier.info(extent) is not None for extent in {*self.held, *self.pinned})
 
     def teardown(self) -> None:
         self._let_go()
@@ -154,6 +197,18 @@ class TierMachine(RuleBasedStateMachine):
         found = self.tier.locate(TINY.digest, machine_prompt(number, _LONGEST).keys).extents
         return [ExtentId(e) for e in dict.fromkeys(found.tolist()) if e != -1]
 
+    def _pinned_blocks(self) -> set[bytes]:
+        return {key for info in self.tier.scan() if info.id in self.pinned for key in info.keys}
+
+    def _promises(self, extents: list[ExtentId]) -> list[int]:
+        return [0 if (info := self.tier.info(extent)) is None else info.guaranteed_until_ms for extent in extents]
+
+    def _what_is_there(self) -> dict[tuple[bytes, ...], tuple[object, ...]]:
+        return {
+            info.keys: (info.extent_bytes, info.retention, info.guaranteed_until_ms, info.pinned_until_ms)
+            for info in self.tier.scan()
+        }
+
     def _let_go(self) -> None:
         for extent, count in self.held.items():
             self.tier.release([extent] * count)
@@ -162,12 +217,15 @@ class TierMachine(RuleBasedStateMachine):
 
 class CacheMachine(RuleBasedStateMachine):
     """A subclass opens the cache on `self.faulty_disk` in `open_cache`, its slowest tier wrapped in a FaultyTier that it keeps
-    in `self.faulty`; capacity small enough that some dozen saves fill it."""
+    in `self.faulty`; capacity small enough that some dozen saves fill it. `pass_time` as in TierMachine."""
 
     faulty: FaultyTier
 
     def open_cache(self) -> PrefixCache:
         raise NotImplementedError
+
+    def pass_time(self, seconds: int) -> None:
+        pass
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,6 +357,27 @@ class CacheMachine(RuleBasedStateMachine):
             deadline = time.monotonic() + TIMEOUT_S
             while not ticket.done and not self.faulty_disk.died.wait(0.0005):
                 assert time.monotonic() < deadline, "a save neither ends nor dies"
+        self.crash(power_cut=None)
+
+    @rule(number=_numbers, edges=st.sets(st.integers(1, _LONGEST - 1), min_size=1, max_size=4).map(sorted))
+    def converse(self, number: int, edges: list[int]) -> None:
+        """A conversation grows turn by turn, and is used again."""
+        for pieces in [*edges, _LONGEST, _LONGEST, _LONGEST]:
+            self.save(number, pieces, None)
+
+    @rule(seconds=st.sampled_from([1, 31, 61]))
+    def tend(self, seconds: int) -> None:
+        self.pass_time(seconds)
+        for _ in range(_STEPS):
+            with suppress(OSError, StoreError):
+                if not self.faulty.tend():
+                    break
+
+    @rule(call=st.integers(1, 60), after=st.booleans())
+    def die_amid_upkeep(self, call: int, after: bool) -> None:
+        self.faulty_disk.die_at(call, after=after)
+        with suppress(ProcessDied):
+            self.tend(61)
         self.crash(power_cut=None)
 
     @invariant()

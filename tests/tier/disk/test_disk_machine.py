@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from disk_kit import Clock
+
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.machines import TierMachine
 from headstart.tier.base import Tier
@@ -14,10 +16,16 @@ class DiskMachine(TierMachine):
 
     def __init__(self) -> None:
         self.disk = CrashDisk(holes=self.holes)
+        self.clock = Clock()
         super().__init__()
 
     def make_tier(self) -> Tier:
-        return DiskTier.open(self.disk.root / "kv", capacity_bytes=self.capacity_bytes, disk=self.disk)
+        return DiskTier.open(
+            self.disk.root / "kv", capacity_bytes=self.capacity_bytes, disk=self.disk, clock=self.clock, wall_clock=self.clock
+        )
+
+    def pass_time(self, seconds: int) -> None:
+        self.clock.now += seconds
 
 
 class HolelessMachine(DiskMachine):

@@ -212,7 +212,7 @@ class Joiner:
         infos = self._infos(extents)
         if infos is None:
             return 0
-        if store.allocated_bytes + sum(i.extent_bytes for i in infos) + 2 * store.slack_bytes > store.capacity_bytes:
+        if store.allocated_bytes + sum(i.extent_bytes for i in infos) + store.slack_bytes > store.capacity_bytes:
             store.counters.add("join_failed_full")
             return 0
         with store.lock:
@@ -235,8 +235,8 @@ class Joiner:
         return self._replace(extents, joined, image)
 
     def _infos(self, extents: Sequence[ExtentId]) -> list[ExtentInfo] | None:
-        """Return what is known of extents; None where one is gone or another tenant's, or where one would outlive its time beside the others, or
-        not live so long as it is promised."""
+        """Return what is known of extents; None where one is gone or another tenant's, or where one would outlive its time
+        beside the others, or not live so long as it is promised."""
         books = self._store.books
         with self._store.lock:
             infos = [books.info(row) for extent in extents if (row := books.row(extent)) is not None]
