@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.cache_kit import Run, bytes_of, family, found_pieces, key_of, kv, tier_at, write
+from headstart.block.representation import Representation
 from headstart.testing.fake_kv import TINY
 
 
@@ -143,3 +144,17 @@ def test_gc_spares_what_is_pinned_and_says_when_a_size_cannot_be_reached(tmp_pat
     run("pin", key_of(two), *here)
     assert "unpin" in run("gc", "--to", "4KiB", *here, code=1)
     assert found_pieces(tmp_path / "kv", two) == 6
+
+
+def test_gc_joins_short_runs_whether_or_not_anybody_used_them(tmp_path: Path, run: Run) -> None:
+    large = Representation(kind="gqa", layout="fake/1", dtype="float32", layer_bytes=(64 << 10, 64 << 10))
+    prompt = kv(12, seed=1, layout=large)
+    with tier_at(tmp_path / "kv") as tier:
+        for piece in range(12):
+            write(tier, prompt, piece, 1)
+    done = run.json("gc", "--directory", tmp_path / "kv")
+    assert done["joined_extents"] == 12
+    with tier_at(tmp_path / "kv") as tier:
+        assert tier.statistics().extents < 12
+        assert tier.check() == []
+    assert found_pieces(tmp_path / "kv", prompt) == 12

@@ -174,3 +174,10 @@ def test_verify_beside_a_living_writer_drops_what_it_would_have_served(tmp_path:
         server.refresh()
         assert (server.locate(TINY.digest, one.keys).extents >= 0).tolist() == [False] * 4 + [True] * 4
         assert server.write(image_of(one, 0, 4), TINY).reason == "written"
+
+
+def test_what_is_wrong_is_dropped_though_it_is_pinned(tmp_path: Path, run: Run) -> None:
+    one, _ = family(tmp_path / "kv")
+    run("pin", key_of(one), "--directory", tmp_path / "kv")
+    damage_piece(segment_of(tmp_path / "kv"))
+    assert run.json("verify", "--directory", tmp_path / "kv", code=6)["dropped"] == 1

@@ -60,26 +60,22 @@ class Prefixes:
         for members in by_representation.values():
             self._join(members)
         self._order = self._parents_first()
-        self._blocks_before = np.zeros(n, np.int64)
-        self._bytes_before = np.zeros(n, np.int64)
-        self._has_children = np.zeros(n, np.bool_)  # behind its last block
+        # Lists and not arrays: they are gone through one by one.
+        parents, positions = self._before.tolist(), self._before_position.tolist()
+        self._blocks_before, self._bytes_before, self._own = [0] * n, [0] * n, [0] * n
+        continued = [False] * n  # behind its last block
         for i in self._order:
-            before = int(self._before[i])
+            before = parents[i]
             if before != NONE:
-                position = int(self._before_position[i])
-                self._blocks_before[i] = self._blocks_before[before] + position + 1
+                self._blocks_before[i] = self._blocks_before[before] + positions[i] + 1
                 self._bytes_before[i] = self._bytes_before[before] + extents[before].extent_bytes
-                self._has_children[before] |= position == extents[before].blocks - 1
-        self._leaf = ~self._has_children & ~self._hidden & ~self._inner
-        self._leaves_below = self._leaf.astype(np.int64)
-        for i in reversed(self._order):
-            if (before := int(self._before[i])) != NONE:
-                self._leaves_below[before] += self._leaves_below[i]
-        self._own = np.zeros(n, np.int64)
+                continued[before] = continued[before] or positions[i] == extents[before].blocks - 1
+        self._leaf = ~np.array(continued, np.bool_) & ~self._hidden & ~self._inner
+        self._leaves_below = self._summed_up(self._leaf)
+        leaves_below = self._leaves_below.tolist()
         for i in self._order:  # an extent that one prefix alone needs is that prefix's own; its own ones end the chain
-            if self._leaves_below[i] == 1:
-                before = int(self._before[i])
-                self._own[i] = extents[i].extent_bytes + (self._own[before] if before != NONE else 0)
+            if leaves_below[i] == 1:
+                self._own[i] = extents[i].extent_bytes + (self._own[parents[i]] if parents[i] != NONE else 0)
 
     def all(self) -> list[Prefix]:
         """Return every prefix that no other one continues."""
@@ -92,9 +88,9 @@ class Prefixes:
         return Prefix(
             spot=spot,
             key=info.keys[spot.position][:PREFIX_BYTES],
-            blocks=int(self._blocks_before[i]) + spot.position + 1,
-            nbytes=int(self._bytes_before[i]) + info.extent_bytes,
-            own_bytes=int(self._own[i]) if ends else 0,
+            blocks=self._blocks_before[i] + spot.position + 1,
+            nbytes=self._bytes_before[i] + info.extent_bytes,
+            own_bytes=self._own[i] if ends else 0,
             info=info,
         )
 
@@ -134,7 +130,7 @@ class Prefixes:
 
     def blocks_before(self, extent: int) -> int:
         """Return how many blocks of the prompt lie before an extent's first."""
-        return int(self._blocks_before[extent])
+        return self._blocks_before[extent]
 
     def continuing(self, spot: Spot) -> set[int]:
         """Return the extents that end the prefixes which go through a block."""
@@ -151,10 +147,7 @@ class Prefixes:
         blocks are all found elsewhere as well go with those."""
         chosen = np.zeros(len(self.extents), np.bool_)
         chosen[list(ends)] = True
-        left = (self._leaf & ~chosen).astype(np.int64)
-        for i in reversed(self._order):
-            if (before := int(self._before[i])) != NONE:
-                left[before] += left[i]
+        left = self._summed_up(self._leaf & ~chosen)
         going = (left == 0) & ((self._leaves_below > 0) | chosen)
         aside = np.flatnonzero(self._stem != NONE)
         while (more := aside[~going[aside] & going[self._stem[aside]] & (left[aside] == 0)]).size:  # a stem may be aside itself
@@ -175,6 +168,14 @@ class Prefixes:
     def found_elsewhere(self, extent: int) -> bool:
         """Whether an extent's last block is found in another extent, so that no prefix is read from it to its end."""
         return bool(self._hidden[extent] or self._inner[extent])
+
+    def _summed_up(self, ones: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return for each extent how many of it and of all that run on from it are marked."""
+        sums, parents = ones.astype(np.int64).tolist(), self._before.tolist()
+        for i in reversed(self._order):
+            if parents[i] != NONE:
+                sums[parents[i]] += sums[i]
+        return np.array(sums, np.int64)
 
     def _join(self, members: Sequence[int]) -> None:
         """Find, for the extents of one representation, what each runs on from."""

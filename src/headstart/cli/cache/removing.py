@@ -224,14 +224,14 @@ def gc(
         }
         going = expired | set(_above(cached, target, pinned, expired) if target is not None else ())
         nbytes = sum(cached.extents[i].extent_bytes for i in going)
-        done, steps = Removed(removed=len(going), bytes=nbytes), 0
+        done, joined = Removed(removed=len(going), bytes=nbytes), 0
         interrupted = False
         if not dry_run:
             last_first = cached.prefixes.order(going)[::-1]
             done = _remove(cached, [i for i in last_first if i in expired], reason="expired")
             done += _remove(cached, [i for i in last_first if i not in expired], reason="capacity")
             try:
-                steps = _tend(cached, seconds)
+                joined = _tend(cached, seconds)
             except KeyboardInterrupt:
                 interrupted = True
     facts = {
@@ -240,7 +240,7 @@ def gc(
         "extents": done.removed,
         "bytes": done.bytes,
         "leased_extents": done.leased,
-        "upkeep_steps": steps,
+        "joined_extents": joined,
         "interrupted": interrupted,
     }
     if as_json:
@@ -248,8 +248,8 @@ def gc(
     else:
         verb = "would go" if dry_run else "went"
         click.echo(f"{done.removed} extents {verb} ({len(expired)} of them too old): {as_bytes(done.bytes)}")
-        if steps:
-            click.echo(f"{steps} steps of upkeep")
+        if joined:
+            click.echo(f"{joined} short runs were joined to longer ones")
         if done.leased:
             click.echo(f"{done.leased} extents are being read and stay; try again", err=True)
     if interrupted:
@@ -283,16 +283,18 @@ def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> 
 
 
 def _tend(cached: Cached, seconds: float | None) -> int:
-    """Have every directory do its upkeep until there is none left, or for so long."""
+    """Have every directory do its upkeep until there is none left, or for so long; returns how many short runs were joined."""
     deadline = None if seconds is None else time.monotonic() + seconds
-    steps = 0
+    joined = 0
     with shown_progress() as on_progress:
         for look in cached.looks:
+            on_progress(f"upkeep of {look.root}", None)
             tier = open_looked_at(look, cached.config)
             try:
+                tier.take_up_all()
                 while (deadline is None or time.monotonic() < deadline) and tier.tend():
-                    steps += 1
-                    on_progress(f"upkeep of {look.root}", None)
+                    pass
             finally:
+                joined += tier.statistics().counters.get("joined_extents", 0)
                 tier.close()
-    return steps
+    return joined

@@ -96,6 +96,13 @@ class Joiner:
             self._store.counters.add("joined_bytes", nbytes)
         return bool(self._groups)
 
+    def take_up_all(self) -> None:
+        """Let `join` go through everything that nobody leases: what a process has seen used says nothing to one that was only
+        just opened to tidy up."""
+        books = self._store.books
+        with self._store.lock:
+            self._groups.extend(self._groups_of([books.id_of(row) for row in books.living().tolist() if not books.leases(row)]))
+
     def forward(self) -> bool:
         """Where holes cannot be made and space is short: copy one run out of a file that is mostly dead. True while there is
         more in such files. Raises StoreError, OSError."""
@@ -152,9 +159,13 @@ class Joiner:
                     self._used[extent] = _Use(now, books.last_used(row))
                 elif self._counts.get(extent, 0) >= USED_AGAIN and not books.leases(row):
                     idle.append(extent)
-            found = chains(list(self._runs(idle)))
-            digests = [books.place(row)[0].representation for c in found if (row := books.row(c[0].name)) is not None]
-            limits = [(self._representation(digest).layers, self._most_bytes(digest)) for digest in digests]
+            return self._groups_of(idle)
+
+    def _groups_of(self, idle: Sequence[ExtentId]) -> list[tuple[ExtentId, ...]]:
+        books = self._store.books
+        found = chains(list(self._runs(idle)))
+        digests = [books.place(row)[0].representation for c in found if (row := books.row(c[0].name)) is not None]
+        limits = [(self._representation(digest).layers, self._most_bytes(digest)) for digest in digests]
         return [
             tuple(run.name for run in chain[group.start : group.stop])
             for chain, (layers, most_bytes) in zip(found, limits, strict=True)

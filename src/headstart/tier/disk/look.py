@@ -20,6 +20,7 @@ from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.follow import Others
+from headstart.tier.disk.journal import JournalTail
 
 _NOBODY = b""  # the writer whose journal is not followed: a look has none
 _LOOKS = 8  # at the list of journals: one that is renewed while it is read is found the next time
@@ -36,7 +37,14 @@ class Look:
         self._directory = Directory(self._disk, root)
         self._directory.require()
         self._books = Books(retention=retention)
-        self._others = Others(self._disk, self._directory, [], own_writer=_NOBODY, mode="read")
+        tails: list[JournalTail] = []
+        for writer, generation in self._directory.list_journals().items():
+            # What cannot be opened or read now, or was renewed just now, `Others` looks for again.
+            with suppress(OSError, StoreError):
+                tail = JournalTail(self._disk, self._directory, writer=writer, generation=generation, mode="read")
+                tails.append(tail)
+                self._books.apply(tail.load(), own=False)
+        self._others = Others(self._disk, self._directory, tails, own_writer=_NOBODY, mode="read")
         self._files = SegmentFiles(self._disk, self._directory, mode="read")
         self._charged = 0
         self._unexplained = 0
@@ -72,7 +80,7 @@ class Look:
         return sum(segment.opened and not segment.gone for segment in self._books.segments.values())
 
     def extents(self) -> list[ExtentInfo]:
-        return [self._books.info(row) for row in self._books.living().tolist()]
+        return self._books.infos(self._books.living())
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first."""

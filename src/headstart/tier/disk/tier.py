@@ -294,6 +294,11 @@ class DiskTier:
         self._require_open()
         self._store.promises.pin(extents, 0)
 
+    def take_up_all(self) -> None:
+        """Have `tend` join whatever is short, and not only what this process has seen used."""
+        self._require_open()
+        self._tending.joiner.take_up_all()
+
     def tend(self) -> bool:
         self._require_open()
         if self._clock() >= self._look_due:
