@@ -45,6 +45,9 @@ class CacheConfig:
         ),
     ] = Path("~/.cache/headstart/kv")
     capacity: Annotated[SizeOrShare, Meta(description="of the disk tier: a size, or a share of the file system")] = "10%"
+    min_free: Annotated[
+        SizeOrShare, Meta(description="what is left free to others on the file system: a size, or a share of it")
+    ] = "10%"
     memory: Annotated[Size, Meta(description='of the memory tier in front of the disk; "0" turns it off')] = "2GiB"
     retention: Annotated[
         Spans, Meta(description="how long each class of prompts is promised to stay, and after how long it goes in any case")

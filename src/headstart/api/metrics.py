@@ -32,6 +32,8 @@ _KINDS = {
     ),
     "device_failed": "call",
     "finished": "reason",
+    "join_failed": "reason",
+    "save_budget_dropped_tokens": "tier",
     "tier_failed": "call",
 }
 
@@ -159,6 +161,12 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
         for tier in statistics.tiers:
             gauge.add_metric((*labels, tier.name), getattr(tier, measure))
         yield gauge
+    paused = GaugeMetricFamily(
+        "headstart_tier_paused", "1 while the tier stores nothing; the log and /health say why.", labels=with_tier
+    )
+    for tier in statistics.tiers:
+        paused.add_metric((*labels, tier.name), bool(tier.paused))
+    yield paused
     rows = [((*labels, tier.name), tier.counters) for tier in statistics.tiers]
     yield from _counters("headstart_tier", "A counter of the tier.", with_tier, rows)
 

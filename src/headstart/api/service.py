@@ -88,6 +88,7 @@ class Service:
             part for part in why if part.startswith("cache.")
         ]  # of a setting; what went wrong with a tier names its directory
         cache = "; ".join([said, *told, *(["the server's log says why"] if len(told) < len(why) else [])])
+        cache = "; ".join([cache, *_paused(state)])
         facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
         return 503 if self._closing else 200, status | facts
 
@@ -365,3 +366,13 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
         f"{answered} token{'' if answered == 1 else 's'}{rate}; {finish}"
         + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
     )
+
+
+def _paused(served: Served) -> list[str]:
+    """Return a sentence for every tier that stores nothing now."""
+    tiers = () if served.cache is None else served.cache.statistics().tiers
+    return [
+        f"nothing is stored in the tier {tier.name!r} for now, what is there is still read: {tier.paused}"
+        for tier in tiers
+        if tier.paused
+    ]

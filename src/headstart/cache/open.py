@@ -11,7 +11,7 @@ from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, parse_size
-from headstart.errors import StoreError
+from headstart.errors import ConfigError, StoreError
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
@@ -28,6 +28,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
     tiers: list[Tier] = []
     warnings: list[str] = []
+    write_budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -37,6 +38,13 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     if config.enabled:
         try:
             file_systems = {room.device: room.total_bytes for room in _rooms(config.directories)}
+            if config.write_budget != "unlimited":
+                write_budget_bytes = parse_size(config.write_budget, of_bytes=sum(file_systems.values()))
+                if not write_budget_bytes:
+                    message = "cache.write_budget of 0 keeps nothing"
+                    raise ConfigError(
+                        f'{message}; write "unlimited" for no limit, or switch the disk off with cache.capacity = "0"'
+                    )
             if parse_size(config.capacity, of_bytes=100 * sum(file_systems.values())):
                 disk = _open_disk(config)
                 tiers.append(disk)
@@ -50,6 +58,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         identity=identity,
         representation=representation,
         load_timeout_s=config.load_timeout_s,
+        write_budget_bytes=write_budget_bytes,
         warnings=warnings,
     )
 
@@ -60,7 +69,24 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
     retention = Retention.of(config.retention, config.quotas).shared_by(len(config.directories))
 
     def open_directory(directory: Path, capacity_bytes: int) -> DiskTier:
-        return DiskTier.open(directory, capacity_bytes=capacity_bytes, durability=config.durability, retention=retention)
+        (room,) = _rooms([directory])
+        min_free_bytes = parse_size(config.min_free, of_bytes=room.total_bytes)
+        tier = DiskTier.open(
+            directory,
+            capacity_bytes=capacity_bytes,
+            min_free_bytes=min_free_bytes,
+            durability=config.durability,
+            retention=retention,
+        )
+        _log.info(
+            "disk tier: %s of %s at %s, keeps %s free, now %s used",
+            _size(capacity_bytes),
+            _size(room.total_bytes),
+            directory,
+            _size(min_free_bytes),
+            _size(tier.statistics().allocated_bytes),
+        )
+        return tier
 
     def capacities(used: Sequence[Path]) -> list[int]:
         rooms = _rooms(used)
@@ -69,6 +95,11 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         return split_total(rooms, parse_size(config.capacity))
 
     return DeviceTier.open(config.directories, open_directory=open_directory, capacities=capacities)
+
+
+def _size(nbytes: int) -> str:
+    """Return a size for people: GiB from one on, else MiB."""
+    return f"{nbytes / (1 << 30):,.4g} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.4g} MiB"
 
 
 def _rooms(directories: Sequence[Path]) -> list[Room]:

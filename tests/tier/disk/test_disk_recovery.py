@@ -425,7 +425,7 @@ def test_a_damaged_header_is_not_taken_for_a_later_version(real: Path, version_n
 
 def test_records_of_later_versions_outlive_the_generation(real: Path) -> None:
     path = journals(real)[0]
-    pinned = Unknown(135, bytes(36))
+    pinned = Unknown(190, bytes(36))
     data = path.read_bytes()
     writer = bytes.fromhex(path.name[:32])
     path.write_bytes(data + encode_record(pinned, writer=writer, generation=0, offset=len(data)))

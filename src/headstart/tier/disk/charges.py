@@ -5,7 +5,6 @@ Everything here is called in the store's turn, and where it says so by who holds
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ def survey(store: Store) -> None:
     """Measure every file and folder of the directory anew, whoever made it and whether or not a journal speaks of it. The
     marker's lock is held. Raises OSError."""
     listing = store.directory.list()
-    store.marker.unsure = False
     with store.lock:
         charged = [s for s in store.books.segments.values() if s.allocated_bytes or (s.opened and not s.gone)]
         there = [store.books.segment(name) for name in listing.segments]
@@ -45,8 +43,7 @@ def survey(store: Store) -> None:
         remains += _charged(store.disk, path)
     store.other_journals_bytes, store.remains_bytes = journals, remains
     store.folders = {path: _charged(store.disk, path) for path in store.directory.folders()}
-    if store.marker.unsure:
-        raise OSError(errno.EIO, "what is charged cannot be measured", str(store.directory.root))
+    store.marker.unsure = False
 
 
 def charged_bytes(disk: Disk, directory: Directory) -> int:
@@ -68,7 +65,6 @@ def measure_folders(store: Store) -> None:
             store.folders[path] = store.disk.stat(path).allocated_bytes
         except OSError:
             store.counters.add("stat_failed")
-            store.marker.unsure = True
 
 
 def has_room(store: Store, needed_bytes: int) -> bool:

@@ -422,7 +422,10 @@ def measure(store: Store, segment: Segment) -> None:
             store.books.charge(segment, 0)
     except OSError:
         store.counters.add("stat_failed")
-        store.marker.unsure = True
+        if not segment.settled:  # it may have grown: too high rather than too low
+            most = segment.capacity_bytes or store.capacity_bytes // 4
+            with store.lock:
+                store.books.charge(segment, max(segment.allocated_bytes, most))
     else:
         with store.lock:
             store.books.charge(segment, facts.allocated_bytes)
