@@ -123,7 +123,7 @@ def weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) ->
     now_ms, books = store.now_ms(), store.books
     with store.lock:
         candidates = books.candidates(now_ms)
-        pinned_bytes = books.pinned_bytes(now_ms, holes=store.holes)
+        pinned_bytes = books.pinned_bytes(now_ms)
     held = candidates.leased | np.isin(candidates.ids, np.array(sorted(refused), np.int64))
     # Pins that take more than they may, as after the capacity was lowered, only go last.
     pinned = candidates.pinned
