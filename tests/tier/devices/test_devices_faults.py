@@ -85,6 +85,23 @@ def test_one_extent_that_cannot_be_read_does_not_cost_its_device(two: Set) -> No
     tier.close()
 
 
+def test_failures_between_reads_that_go_well_do_not_cost_a_device(two: Set) -> None:
+    tier = two.open()
+    for seed in range(8):
+        write(tier, prompt(4, seed=seed))
+    extents = [info.id for info in tier.scan() if tier.lane(info.id) == device(tier, "a").serial][:4]
+    assert tier.lease(extents) == [True] * 4
+    for extent in extents[:3]:
+        two.disks["a"].inject(DiskFault("read", "eio"))
+        with pytest.raises(OSError, match="injected"):
+            tier.read([one_page(extent)])
+        two.disks["a"].heal()
+        tier.read([one_page(extents[3])])
+    assert not device(tier, "a").out
+    tier.release(extents)
+    tier.close()
+
+
 def test_a_write_that_fails_midway_goes_to_another_device_and_is_read_whole(two: Set) -> None:
     tier = two.open()
     for name in ("a", "b"):

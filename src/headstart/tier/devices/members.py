@@ -27,6 +27,7 @@ OPEN_S = 60.0  # how long opening waits for a device; one that takes longer join
 RETRY_S = 10.0  # how often a device that is not there is looked for
 _LIST_S = 5.0
 _MAX_SERIAL = 2047
+_MOST_WARNINGS = 100
 
 OpenDirectory = Callable[[Path, int], DiskTier]
 Capacities = Callable[[Sequence[Path]], Sequence[int]]
@@ -189,7 +190,7 @@ class Members:
         with self._lock:
             if not self.closed:
                 self.devices = tuple(sorted((*self.devices, device), key=lambda one: one.serial))
-                self._said.discard(str(entry.path))
+                self._said = {one for one in self._said if str(entry.path) not in one}  # it may be said again
                 return
         tier.close()
 
@@ -320,7 +321,8 @@ class Members:
         """Say something, once."""
         if sentence not in self._said:
             self._said.add(sentence)
-            self.warnings.append(sentence)
+            if len(self.warnings) < _MOST_WARNINGS:
+                self.warnings.append(sentence)
             log.warning("disk tier: %s", sentence)
 
 
