@@ -84,6 +84,9 @@ class RawExtent:
     extent: ExtentId
     descriptor: int
     offset: int
+    extent_bytes: int
+    header_bytes: int
+    blocks: int
     file: object  # the tier's own
 
 
