@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 
 MAX_IDLE_FILES = 256
+_ONLY_READABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(slots=True)
@@ -28,9 +30,7 @@ class _Open:
 class SegmentFiles:
     """Handles of segment files by name. A handle is never closed under somebody who holds it."""
 
-    def __init__(
-        self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES, mode: OpenMode = "write"
-    ) -> None:
+    def __init__(self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES, mode: OpenMode = "write") -> None:
         self._mode: OpenMode = mode
         self._disk = disk
         self._directory = directory
@@ -104,6 +104,16 @@ class SegmentFiles:
             del self._open[segment.name]
         self._disk.close(opened.handle)
 
+    def close_idle(self) -> bool:
+        """Close the files that nobody holds, and be told whether there were any."""
+        with self._changed:
+            idle = [name for name, opened in self._open.items() if not opened.holds]
+            handles = [self._open.pop(name).handle for name in idle]
+        for handle in handles:
+            with suppress(OSError):
+                self._disk.close(handle)
+        return bool(handles)
+
     def close(self, timeout_s: float) -> bool:
         """Close every file, waiting for those that are held. False: some are held still and close when their holds end."""
         with self._changed:
@@ -128,7 +138,13 @@ class SegmentFiles:
         return opened.handle
 
     def _open_checked(self, segment: Segment) -> Handle:
-        handle = self._disk.open(self._directory.segment_path(segment.name), self._mode, bulk=True)
+        path = self._directory.segment_path(segment.name)
+        try:
+            handle = self._disk.open(path, self._mode, bulk=True)
+        except OSError as error:
+            if error.errno not in _ONLY_READABLE:
+                raise
+            handle = self._disk.open(path, "read", bulk=True)
         try:
             size = self._disk.facts(handle).size
             data = bytearray(min(segment.header_bytes, size))

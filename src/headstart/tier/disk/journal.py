@@ -126,8 +126,13 @@ class Journal:
 
     @property
     def lost(self) -> bool:
-        """True once somebody removed the file under us."""
-        return self._disk.facts(self._handle).links == 0
+        """True once somebody removed the file under us, or the file system that it lies on."""
+        facts = self._disk.facts(self._handle)
+        try:
+            there = self._disk.stat(self._directory.journal_path(self.writer, self.generation))
+        except FileNotFoundError:
+            return True
+        return facts.links == 0 or facts.inode != there.inode
 
     @property
     def allocated_bytes(self) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 FULL = {errno.ENOSPC, errno.EDQUOT}
+SHORT = {errno.EMFILE, errno.ENFILE}  # of open files
+GONE = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EROFS}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
 
 

@@ -31,7 +31,7 @@ from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
-from headstart.tier.disk.pause import FULL, LOST, Pause, told
+from headstart.tier.disk.pause import FULL, GONE, LOST, SHORT, Pause, told
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
@@ -127,6 +127,8 @@ class Store:
         with self.turn() as mine:
             if not mine:
                 return self.refused("stopped")
+            if self.pauses.why:
+                self.files.close_idle()  # what is open may be of a device that went; what is there now is found by its name
             try:
                 return add_once()
             except OSError as error:
@@ -354,6 +356,7 @@ class Store:
             if not mine:
                 return
             try:
+                self.files.close_idle()
                 if self.upkeep.journal.lost:
                     self._recreate()
                 with self.charging(wait_s=0) as alone:
@@ -376,6 +379,8 @@ class Store:
             if error.errno in LOST:
                 self._recreate()
                 return True
+            if error.errno in SHORT:
+                return self.files.close_idle()
         except (OSError, StoreError):
             self.counters.add("mend_failed")
         return False
@@ -398,6 +403,8 @@ class Store:
         """Store nothing for a while: the medium refuses."""
         log.info("disk tier %s: %s", self.directory.root, error)
         self.pause(told(error))
+        if error.errno in GONE:
+            self.upkeep.journal.broken = True  # it may be of a device that went; what is there now has another
         code = errno.errorcode.get(error.errno or 0, "other").lower()
         self.counters.add(f"write_failed_{code}")
         return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")
