@@ -80,8 +80,8 @@ def table(result: dict[str, Any]) -> str:
     held = [case["page_cache_bytes"] for case in result["cases"]]
     rows = [
         f"{result['gib']:g} GiB of a prefix, every piece verified, {result['rounds']} interleaved rounds: medians, and the "
-        "median of the rounds' ratios to the best fixed fio setting with its 95 % interval. *Layer 0*: until it is verified for "
-        f"the whole prefix, over its bytes at fio's rate; at most {LAYER0_TARGET} is wanted.",
+        "median of the rounds' ratios to the best fixed fio setting with its 95 % interval. *Layer 0*: until it is verified "
+        f"for the whole prefix, over its bytes at fio's rate; at most {LAYER0_TARGET} is wanted.",
         "",
         "| model, blocks an extent | one layer | fio, best setting | reader | rate | to fio [95 %] | layer 0 | CPU s/GiB |",
         "|---|---|---|---|---|---|---|---|",
