@@ -20,8 +20,20 @@ from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.tier_contract import put
 from headstart.tier.base import DEFAULT_TERMS, ExtentId, ExtentInfo, Terms
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.promises import BROKEN_INTERVAL_S
+from headstart.tier.disk.records import (
+    ClassRaised,
+    ExtentAdded,
+    ExtentName,
+    Pin,
+    Pinned,
+    Raise,
+    Record,
+    SegmentName,
+    SegmentOpened,
+)
 
 DAY_S = 86_400.0
 DAY_MS = 86_400_000
@@ -204,6 +216,41 @@ def test_a_class_that_is_not_configured_keeps_its_name_and_is_told_once(caplog: 
     tier = open_tier(disk, times, retention=Retention.of("batch=1d..2d"))
     assert info(tier, extent_of(tier, 1)).guaranteed_until_ms == NOW_MS + DAY_MS
     tier.close()
+
+
+SEGMENT = SegmentName(b"w" * 16, 0)
+NAME = ExtentName(SEGMENT, 4096)
+said = st.one_of(
+    st.builds(
+        Raise, st.just(NAME), st.integers(0, 50).map(lambda days: NOW_MS + days * DAY_MS), st.sampled_from(["agent", "old"])
+    ),
+    st.builds(Pin, st.just(NAME), st.sampled_from([0, NOW_MS + 5, NOW_MS + 9]), st.integers(1, 4)),
+)
+
+
+@given(st.lists(said, max_size=6).flatmap(lambda words: st.tuples(st.just(words), st.permutations(words))), st.integers(0, 6))
+def test_what_is_said_of_an_extent_holds_in_whatever_order_journals_are_read(
+    words: tuple[list[Raise | Pin], list[Raise | Pin]], late: int
+) -> None:
+    """Also before the journal that says that it was added."""
+    outcomes = []
+    for order, place in ((words[0], 0), (words[1], late)):
+        books = Books(retention=Retention.of("old=1d..90d"))
+        books.finish_loading()
+        journals: list[Record] = [
+            ClassRaised(NOW_MS, (word,)) if isinstance(word, Raise) else Pinned((word,)) for word in order
+        ]
+        added = ExtentAdded(NAME, 8192, 4096, NOW_MS, 1, "chat", bytes(16), b"k" * 16)
+        before, after = journals[:place], journals[place:]
+        for record in [*before, SegmentOpened(SEGMENT, 4096, 1 << 20, NOW_MS, bytes(32)), added, *after]:
+            books.apply([record], own=False, now_ms=NOW_MS)
+        outcomes.append(books.info(int(books.living()[0])))
+    assert outcomes[0] == outcomes[1]
+    raised = [word.until_ms for word in words[0] if isinstance(word, Raise)]
+    assert outcomes[0].guaranteed_until_ms == min(max([NOW_MS + 7 * DAY_MS, *raised]), outcomes[0].expires_ms or 0)
+    assert outcomes[0].retention == "chat"
+    pins = [(word.counter, word.until_ms) for word in words[0] if isinstance(word, Pin)]
+    assert (outcomes[0].pinned_until_ms or 0) == max(pins, default=(0, 0))[1]
 
 
 # Ceilings.
