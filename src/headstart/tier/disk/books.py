@@ -40,6 +40,7 @@ from headstart.tier.disk.records import (
     Touched,
     removed_records,
 )
+from headstart.tier.growing import Maps
 from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
@@ -48,7 +49,6 @@ _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
 _WAITING = 1 << 16  # promises and pins of extents that were not heard of yet, at most
 _PART = 256  # records of a snapshot at once: what a lookup may have to wait for
-_GROWTH_ROWS = 1 << 16  # rows that are added at most ahead of need: what is new is zeroed, while lookups wait
 # Bytes of a journal, about: of a record, of an extent that is only named, and of one's promise and pin.
 _RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 
@@ -128,6 +128,7 @@ class Books:
         self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
         self._free = array("I")
         self._used_rows = 0
+        self._maps = Maps()  # of the columns
         self._kept = Kept(Retention() if retention is None else retention)
         self._fields: dict[int, bytes] = {}  # only of rows that have any
         self._parent = np.zeros((64, PREFIX_BYTES), np.uint8)
@@ -702,12 +703,8 @@ class Books:
     def _new_rows(self, count: int) -> npt.NDArray[np.int64]:
         first, self._used_rows = self._used_rows, self._used_rows + count
         if self._used_rows > len(self._segment):
-            # Columns are resized, not copied: the pages of a big one are moved. No view of a column outlives a method of this
-            # class or of `kept`, which is what refcheck would look for.
-            length = self._used_rows + max(64, min(first // 8, _GROWTH_ROWS))
-            for name in _COLUMNS:
-                column: npt.NDArray[np.generic] = getattr(self, name)
-                column.resize((length, *column.shape[1:]), refcheck=False)
+            length = self._used_rows + max(64, first // 8)
+            self._maps.resize(self, _COLUMNS, length)
             self._kept.grow(length)
         return np.arange(first, self._used_rows)
 
