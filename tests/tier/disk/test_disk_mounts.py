@@ -1,4 +1,4 @@
-"""Real file systems, small and full: ext4, xfs and tmpfs. Nothing is raised at the door, reading goes on, storing comes back."""
+"""Real file systems, small and full: ext4, xfs, tmpfs. Nothing is raised at the door, reading goes on, storing comes back."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def add_extent(
         return store.refused("full")
     if segment is not None and segment.gone:  # evicted whole
         segment, header = None, _new_header(store, representation)
-        if not has_room(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
+        if not (has_room if replacing else make_room)(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
             return store.refused("full")
     if segment is None:
         assert header is not None

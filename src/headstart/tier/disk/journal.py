@@ -127,12 +127,14 @@ class Journal:
     @property
     def lost(self) -> bool:
         """True once somebody removed the file under us, or the file system that it lies on."""
-        facts = self._disk.facts(self._handle)
+        facts = None
+        with contextlib.suppress(OSError):  # of a device that went, while its place may have another by now
+            facts = self._disk.facts(self._handle)
         try:
             there = self._disk.stat(self._directory.journal_path(self.writer, self.generation))
         except FileNotFoundError:
             return True
-        return facts.links == 0 or facts.inode != there.inode
+        return facts is None or facts.links == 0 or facts.inode != there.inode
 
     @property
     def allocated_bytes(self) -> int:

@@ -426,6 +426,7 @@ def measure(store: Store, segment: Segment) -> None:
             most = segment.capacity_bytes or store.capacity_bytes // 4
             with store.lock:
                 store.books.charge(segment, max(segment.allocated_bytes, most))
+        segment.stale = True
     else:
         with store.lock:
             store.books.charge(segment, facts.allocated_bytes)
