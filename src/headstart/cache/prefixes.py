@@ -128,10 +128,6 @@ class Prefixes:
         """Return how many blocks of each extent of a chain belong to the prefix that ends at `spot`."""
         return [int(self._before_position[follower]) + 1 for follower in chain[1:]] + [spot.position + 1]
 
-    def blocks_before(self, extent: int) -> int:
-        """Return how many blocks of the prompt lie before an extent's first."""
-        return self._blocks_before[extent]
-
     def continuing(self, spot: Spot) -> set[int]:
         """Return the extents that end the prefixes which go through a block."""
         within = np.zeros(len(self.extents), np.bool_)

@@ -317,7 +317,7 @@ class Saver:
                     request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % depth
                 )
                 position = first * per_piece
-                write = partial(self._write, image, takers, request.terms, position)
+                write = partial(self._write, image, takers, request.terms)
                 reasons = pool.submit(write) if pool else _done(write())
                 under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
                 first += taken
@@ -325,13 +325,13 @@ class Saver:
                 written_bytes += self._end_write(writing)
         return written_bytes
 
-    def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms, position: int) -> list[str]:
+    def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms) -> list[str]:
         """Write one extent to each target; return what each says became of it."""
         reasons = []
         for target in targets:
             reason = "error"
             with counted(self._counters, target.tier, "write"):
-                reason = target.tier.write(image, self._representation, terms=terms, position=position).reason
+                reason = target.tier.write(image, self._representation, terms=terms).reason
             reasons.append(reason)
         return reasons
 

@@ -171,11 +171,9 @@ class Tier(Protocol):
         """Fill every buffer or raise; returns bytes read. The extents must be under a lease."""
         ...
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
-        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. `position`: blocks of
-        the prompt before its first. When it returns stored=True under durability="data", the extent survives a power loss."""
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
+        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. When it
+        returns stored=True under durability="data", the extent survives a power loss."""
         ...
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:

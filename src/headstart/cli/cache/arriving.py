@@ -37,19 +37,15 @@ class Writer:
         self._root = root
         self._left = left
         self._retention = retention
-        self._ends: dict[bytes, int] = {}  # key → how many blocks lie up to it
         self._missing: set[bytes] = set()  # keys that were to be written and were not
 
     def write(self, i: int, image: memoryview, header: ExtentHeader, layout: Representation, terms: Terms) -> bool:
         """Write one extent, in parts where it is too large for the tier. False: at least a part of it is not there."""
-        position = self._ends.get(header.parent, 0)
-        for n, key in enumerate(header.keys, start=position + 1):
-            self._ends[key] = n
         reason = "what it runs on from was left out" if header.parent in self._missing else ""
         outcomes: set[str] = set()
         if not reason:
-            for part, before in self._parts(image, header, layout):
-                reason = self._write(part, layout, terms, position + before, outcomes)
+            for part in self._parts(image, header, layout):
+                reason = self._write(part, layout, terms, outcomes)
                 if reason:
                     break
         if reason:
@@ -60,7 +56,7 @@ class Writer:
         self.present += "written" not in outcomes
         return True
 
-    def _write(self, image: memoryview, layout: Representation, terms: Terms, position: int, outcomes: set[str]) -> str:
+    def _write(self, image: memoryview, layout: Representation, terms: Terms, outcomes: set[str]) -> str:
         """Write one image; returns why it is not there."""
         numbers = self._tier.statistics()
         free = shutil.disk_usage(self._root).free
@@ -71,21 +67,21 @@ class Writer:
             return "no room; let something go with `headstart cache gc --to`"
         if missing and quota is not None and numbers.live_bytes_by_tenant.get(terms.tenant, 0) + image.nbytes > quota:
             return "more than the tenant's quota; raise it in cache.quotas"
-        outcome = self._tier.write(image, layout, terms=terms, position=position)
+        outcome = self._tier.write(image, layout, terms=terms)
         outcomes.add(outcome.reason)
         return "" if outcome.stored else outcome.reason
 
-    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[tuple[memoryview, int]]:
-        """Yield images that the tier can take, and how many blocks of the extent come before each."""
+    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[memoryview]:
+        """Yield images that the tier can take."""
         largest = self._tier.max_extent_bytes(layout)
         pieces = len(header.keys) // layout.blocks_per_piece
         if image.nbytes <= largest or layout.state == "required" or pieces == 1:
-            yield image, 0
+            yield image
             return
         step = max(1, pieces * largest // image.nbytes * 9 // 10)  # padding weighs more in a shorter one
         for first in range(0, pieces, step):
             count = min(step, pieces - first)
-            yield part_of(image, header, layout, first_piece=first, pieces=count), first * layout.blocks_per_piece
+            yield part_of(image, header, layout, first_piece=first, pieces=count)
 
 
 class Left:

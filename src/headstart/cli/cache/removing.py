@@ -195,7 +195,7 @@ def _shorten(cached: Cached, cuts: dict[int, int]) -> Removed:
                     continue
                 # Only now: while the whole extent is there, its beginning counts as present.
                 terms = Terms(retention=here.retention, tenant=here.tenant)
-                done.shortened += tier.write(image, layout, terms=terms, position=cached.prefixes.blocks_before(i)).stored
+                done.shortened += tier.write(image, layout, terms=terms).stored
                 done.bytes += here.extent_bytes - image.nbytes
     return done
 

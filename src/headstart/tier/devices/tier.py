@@ -209,26 +209,24 @@ class DeviceTier:
         held.device.reading.end(held.token, bytes_read)
         held.tier.let_go_raw(held.raw, bytes_read=bytes_read)
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
         if (device := self._only_device()) is not None and (only := device.tier) is not None:
             with device.writing.busy() as done:
-                outcome = only.write(image, representation, terms=terms, position=position)
+                outcome = only.write(image, representation, terms=terms)
                 done(image.nbytes if outcome.reason == "written" else 0)
             return outcome
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             return self._refused("too-large")
-        return self._write(image, representation, header, terms, position, present_on=self.devices)
+        return self._write(image, representation, header, terms, present_on=self.devices)
 
     def carry_over(self, image: memoryview, representation: Representation, terms: Terms) -> list[ExtentId]:
         """Write an extent to a device that stays, unless its blocks are on such; return where they are, nothing if nobody
         takes it. It may be longer than what is written otherwise: it was written when there were other devices."""
         header = decode_header(image, representation)
         staying = [device for device in self.devices if device.state == "active"]
-        if not self._write(image, representation, header, terms, 0, present_on=staying).stored:
+        if not self._write(image, representation, header, terms, present_on=staying).stored:
             return []
         found = self._locate(representation.digest, header.keys, staying).extents
         return [ExtentId(one) for one in dict.fromkeys(found.tolist())] if (found >= 0).all() else []
@@ -239,7 +237,6 @@ class DeviceTier:
         representation: Representation,
         header: ExtentHeader,
         terms: Terms,
-        position: int,
         *,
         present_on: Sequence[Device],
     ) -> WriteOutcome:
@@ -250,7 +247,7 @@ class DeviceTier:
                 return WriteOutcome(stored=True, reason="present")
             outcome = WriteOutcome(stored=False, reason="stopped")
             for device in self._placer.choose(self.devices, image.nbytes, parent=header.parent, last=header.keys[-1]):
-                outcome = self._write_to(device, image, representation, header.keys, terms, position)
+                outcome = self._write_to(device, image, representation, header.keys, terms)
                 if outcome.stored or outcome.reason not in ("full", "stopped", "error"):
                     break
             return outcome
@@ -462,14 +459,13 @@ class DeviceTier:
         representation: Representation,
         keys: Sequence[bytes],
         terms: Terms,
-        position: int,
     ) -> WriteOutcome:
         uses = max((tier.uses for tier in self._tiers()), default=0)
 
         def write(tier: DiskTier) -> WriteOutcome:
             tier.count_uses_from(uses)
             with device.writing.busy() as done:
-                outcome = tier.write(image, representation, terms=terms, position=position)
+                outcome = tier.write(image, representation, terms=terms)
                 done(image.nbytes if outcome.reason == "written" else 0)
             return outcome
 
