@@ -171,6 +171,44 @@ def test_an_extent_whose_header_rotted_ends_the_prefix(tmp_path: Path, way: str,
         assert {fault.reason for fault in loaded.load.faults} == {"corrupt"}
 
 
+def test_blocks_with_the_keys_but_not_the_tokens_of_the_prompt_are_a_miss(tmp_path: Path, way: str) -> None:
+    kv, other = (FakeKV(WIDE, list(range(start, start + 6 * 64 + 1))) for start in (0, 1000))
+    with opened(tmp_path, WIDE) as cache:
+        tier = cache._sources[0].tier
+        assert tier.write(kv.image(0, 2), WIDE).stored
+        assert tier.write(other.image(2, 4, keys=kv.keys), WIDE).stored
+        loaded = load(cache, kv)
+        assert (loaded.matched_tokens, loaded.usable_tokens, loaded.wrong) == (6 * 64, 2 * 64, [])
+        assert {fault.reason for fault in loaded.load.faults} == {"collision"}
+
+
+@pytest.mark.parametrize(
+    ("salt", "retention", "decoded"),
+    [(None, "chat", 0), ("tenant", "default", 0), (None, "a class with a long name", len(LENGTHS))],
+    ids=["another class", "a salt", "a long class"],
+)
+def test_headers_are_parsed_in_python_only_where_they_are_unusual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, salt: str | None, retention: str, decoded: int
+) -> None:
+    if native.reader() is None:
+        pytest.skip("headstart was installed without its C reader")
+    heads: list[int] = []
+    head = Batch._head
+
+    def noted(self: Batch, number: int, *args: Any) -> None:
+        heads.append(number)
+        head(self, number, *args)
+
+    monkeypatch.setattr(Batch, "_head", noted)
+    with opened(tmp_path, UNEVEN) as cache:
+        tokens = list(range(PIECES * 64 + 1))
+        for end in np.cumsum(LENGTHS).tolist():
+            kv = FakeKV(UNEVEN, tokens[: end * 64 + 1], salt=salt)
+            assert save(cache, kv, retention=retention).reason is None
+        loaded = load(cache, kv)
+        assert (loaded.usable_tokens, loaded.wrong, len(heads)) == (PIECES * 64, [], decoded)
+
+
 def test_a_file_cut_under_the_reader_ends_the_prefix(tmp_path: Path, way: str) -> None:
     with opened(tmp_path, WIDE) as cache:
         kv = stored(cache, WIDE)

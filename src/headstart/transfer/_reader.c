@@ -2,8 +2,8 @@
 
    Promises: at most one request a thread is in flight; a piece is counted only after its check was right; a request that could
    not be read, or whose check differs, or that is no longer wanted as a whole, is handed back and nothing is said about it.
-   Leaves to Python: headers, what is read, what a failure means, who is told. No Python.h: one build serves every interpreter,
-   and the hash is the one that the xxhash package brings, called by address. */
+   Leaves to Python: headers that are not exactly as expected, what is read, what a failure means, who is told. No Python.h: one
+   build serves every interpreter, and the hash is the one that the xxhash package brings, called by address. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -13,8 +13,9 @@
 #include <time.h>
 
 enum { ALIGNMENT = 4096, MAX_ROWS = 1024, PREFIX_BYTES = 68 };
-enum { NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP, HEAD_READ, NOT_YET, NO_MEMORY };    /* what `work` returns */
-enum { GOOD = 1, ENDED = 2 };                   /* what `settle` returns */
+/* What `work` returns, and `settle`. */
+enum { NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP, HEAD_READ, HEAD_WRONG, NOT_YET, NO_MEMORY };
+enum { GOOD = 1, ENDED = 2 };
 enum { UNKNOWN, KNOWN, PORTABLE };              /* an extent's header: not read yet, right, or none of this reader's business */
 
 typedef struct { uint64_t low, high; } Hash;
@@ -25,21 +26,32 @@ typedef struct {            /* piece p of a layer goes to address + p * piece_st
     int64_t direct;         /* every row's address and length suit direct I/O */
 } Layer;
 
-typedef struct { int64_t offset; int32_t layer, start, pieces, unused; } Part;   /* offset: in the file */
+typedef struct { int64_t offset; int32_t layer, start, pieces, unused; } Part;      /* offset: in the file */
 
 /* `head_bytes` from `offset` on go to the thread's staging, and its parts are verified when the header is known, by `settle`. */
 
-typedef struct { int64_t offset; int32_t descriptor, head_bytes, first_part, parts, start, pieces, extent, unused; } Request;
+typedef struct {
+    int64_t offset;
+    int32_t descriptor, head_bytes, first_part, parts, start, pieces, extent, unused;
+} Request;
+
+typedef struct {            /* what its header must say, as docs/format.md lays it down */
+    const uint8_t *model;       /* the header of an extent of that length, of other blocks */
+    int32_t layer_table, keys, tokens, checks;      /* where in it they begin */
+    int32_t pieces, first, wanted, start;           /* in pieces: all of them, and those that are wanted */
+} Extent;
 
 typedef struct {
     const Layer *layers;
     const Part *parts;
+    const Extent *extents;
     const Request *requests;
-    int64_t request_count, piece_count;
+    int64_t request_count, piece_count, layer_count, blocks_per_piece;
     int32_t *states;            /* [extents] of their headers */
     const uint8_t *digest;      /* 32 bytes */
-    const uint8_t *keys;        /* [pieces][32] */
-    const uint8_t *checks;      /* [layers][pieces][16] */
+    const uint8_t *keys;        /* [blocks][32] of the prompt */
+    const uint8_t *tokens;      /* [blocks][64 * 4] */
+    uint8_t *checks;            /* [layers][pieces][16] */
     int64_t *left;              /* [layers] requests that have not ended */
     int64_t *pieces_ended;      /* [layers] by this reader; read once `left` is 0 */
     int64_t *bytes_read;        /* [layers] */
@@ -105,7 +117,7 @@ static int verify(const Batch *b, void *state, const Part *part, const uint8_t *
         prefix[64 + i] = (uint8_t)((uint32_t)part->layer >> (8 * i));
     for (int64_t i = 0; i < part->pieces; i++) {
         int64_t piece = part->start + i;
-        memcpy(prefix + 32, b->keys + piece * 32, 32);
+        memcpy(prefix + 32, b->keys + ((piece + 1) * b->blocks_per_piece - 1) * 32, 32);
         b->reset(state);
         b->update(state, prefix, PREFIX_BYTES);
         if (staged)
@@ -180,6 +192,41 @@ static int keep(const Batch *b, const Request *request, void *state, uint8_t *st
     return 1;
 }
 
+/* Whether a header is right, and its extent the one that is wanted; then its checks are taken over. 0: Python looks at it. */
+static int take_header(const Batch *b, const Request *request, void *state, const uint8_t *header)
+{
+    const Extent *e = &b->extents[request->extent];
+    const uint8_t *model = e->model;
+    int64_t blocks = b->blocks_per_piece;
+    uint8_t check[16];
+    if (!model)
+        return 0;
+    b->reset(state);
+    b->update(state, header, 16);
+    b->update(state, header + 32, (size_t)request->head_bytes - 32);
+    canonical(b->digest_of(state), check);
+    if (memcmp(check, header + 16, 16) || (header[62] + 256 * header[63] + 7) / 8 * 8 != e->layer_table - 176)
+        return 0;
+    const struct { const uint8_t *want; int64_t at, nbytes; } same[] = {
+        {model, 0, 16},                         /* magic, version, header bytes */
+        {model + 33, 33, 29},                   /* flags, blocks, extent bytes, sizes, layers, algorithm */
+        {model + 64, 64, 16},                   /* no boundary state */
+        {model + 108, 108, 36},                 /* no check key, representation */
+        {model + e->layer_table, e->layer_table, 8 * b->layer_count},
+        {b->keys + e->start * blocks * 32, e->keys + e->first * blocks * 32, e->wanted * blocks * 32},
+        {b->tokens + e->start * blocks * 256, e->tokens + e->first * blocks * 256, e->wanted * blocks * 256},
+    };
+    for (unsigned i = 0; i < sizeof same / sizeof *same; i++)
+        if (memcmp(header + same[i].at, same[i].want, (size_t)same[i].nbytes))
+            return 0;
+    if ((header[32] ^ model[32]) & ~1)          /* the first flag: extras, which only follow what is needed here */
+        return 0;
+    for (int64_t layer = 0; layer < b->layer_count; layer++)
+        memcpy(b->checks + (layer * b->piece_count + e->start) * 16, header + e->checks + (layer * e->pieces + e->first) * 16,
+               (size_t)e->wanted * 16);
+    return 1;
+}
+
 /* A request has ended: `ended` counts its pieces as told by this reader, `read` its bytes. Returns if a layer has ended by it. */
 static int count_down(Batch *b, const Request *request, int ended, int read)
 {
@@ -189,14 +236,23 @@ static int count_down(Batch *b, const Request *request, int ended, int read)
         if (ended)
             __atomic_fetch_add(&b->pieces_ended[part->layer], part->pieces, __ATOMIC_RELAXED);
         if (read)
-            __atomic_fetch_add(&b->bytes_read[part->layer], part->pieces * b->layers[part->layer].piece_bytes, __ATOMIC_RELAXED);
+            __atomic_fetch_add(&b->bytes_read[part->layer], part->pieces * b->layers[part->layer].piece_bytes,
+                               __ATOMIC_RELAXED);
         last |= __atomic_fetch_sub(&b->left[part->layer], 1, __ATOMIC_ACQ_REL) == 1;
     }
     return last;
 }
 
+static int settle(Batch *b, const Request *request, void *state, uint8_t *staging, int header)
+{
+    int good = header == KNOWN && state && keep(b, request, state, staging);
+    __atomic_store_n(&b->states[request->extent], header, __ATOMIC_RELEASE);
+    return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
+}
+
 /* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
-   is over. `*number` on entry: a request to do first, -1: none. A head is read and not yet counted: `settle` follows. */
+   is over. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
+   HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
 int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t *number)
 {
     int64_t until = now_ns() + budget_ns, next = *number;
@@ -225,11 +281,15 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
             outcome = HANDED_BACK;
         } else if (request->head_bytes) {
             outcome = HEAD_READ;
+            if (take_header(b, request, state, staging + request->offset % ALIGNMENT)) {
+                int found = settle(b, request, state, staging, KNOWN);
+                outcome = found & GOOD ? (found & ENDED ? LAYER_ENDED : NONE_LEFT) : HEAD_WRONG;
+            }
         } else if (!keep(b, request, state, staging)) {
             outcome = HANDED_BACK;
         } else if (count_down(b, request, 1, 1))
             outcome = LAYER_ENDED;
-        if (outcome == HANDED_BACK || outcome == NOT_YET || outcome == HEAD_READ)
+        if (outcome == HANDED_BACK || outcome == HEAD_READ || outcome == HEAD_WRONG || outcome == NOT_YET)
             *number = next;
         if (outcome == HANDED_BACK && !request->head_bytes)
             count_down(b, request, 0, 0);
@@ -244,13 +304,11 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
    and the pieces that were read with it are right, with ENDED if layer 0 has ended. */
 int headstart_settle(Batch *b, int64_t number, uint8_t *staging, int header)
 {
-    const Request *request = &b->requests[number];
     void *state = header == KNOWN ? b->create() : 0;
-    int good = state && keep(b, request, state, staging);
+    int found = settle(b, &b->requests[number], state, staging, header);
     if (state)
         b->release(state);
-    __atomic_store_n(&b->states[request->extent], header, __ATOMIC_RELEASE);
-    return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
+    return found;
 }
 
 /* Return the check of one piece: what `native.py` compares with Python's before it uses any of this. */

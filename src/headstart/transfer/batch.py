@@ -1,7 +1,7 @@
 """A load's reads from one pool as one batch for the C reader.
 
     start ──▶ tables ──▶ a worker on every thread ──▶ C: heads first, then layer after layer: read, verify, (copy)
-                           ├ a head was read ─▶ header decoded and compared here; from then on C reads the rest of its extent
+                           ├ a head was read that is not exactly as expected ─▶ decoded and compared here
                            ├ a layer has ended ─▶ the load is told
                            └ handed back ─▶ the portable job of that request, or of the whole span (`span.py`)
 
@@ -22,23 +22,22 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.extent import ExtentHeader, decode_header
-from headstart.block.layout import ExtentLayout
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt
 from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import RawExtent, RawTier
 from headstart.transfer import native
-from headstart.transfer.buffers import Staging, flat
+from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.native import HeaderIs, Outcome
-from headstart.transfer.plan import Head, Prompt, Request, expected_layout, read_with_head, requests
+from headstart.transfer.plan import Head, Prompt, Request
+from headstart.transfer.tables import Table, destination_of, expected, lay_out, plan_of, staging_bytes
 
 _SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
-_MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK)
+_MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
 _ALGORITHM = "xxh3-128"  # the only one that C knows
 _log = logging.getLogger(__name__)
-
-Table = npt.NDArray[np.void]
 
 
 class Start:
@@ -70,7 +69,7 @@ class Start:
         tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's
         try:
             reader = native.reader()
-            destination = _destination(self._into, self._load)
+            destination = destination_of(self._into, self._load)
             if reader is None or destination is None:
                 return None
             for head in self._heads:
@@ -116,8 +115,11 @@ class Batch:
         self._error: Exception | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
-        self._plans = [_Plan.of(prompt, head, raw) for head, raw in zip(heads, raws, strict=True)]
-        table, parts, self._which = _tables(heads, raws, self._plans)
+        self._plans = [
+            plan_of(prompt.representation, raw.blocks, raw.header_bytes, head.span.first, head.span.pieces)
+            for head, raw in zip(heads, raws, strict=True)
+        ]
+        table, parts, self._which = lay_out(heads, raws, self._plans)
         self._request_extents: list[int] = table["extent"].tolist()
         self._states = np.zeros(len(heads), np.int32)
         self._checks = np.zeros((count, load.pieces, 16), np.uint8)
@@ -126,15 +128,17 @@ class Batch:
         self._ended = np.zeros(count, np.int64)
         self._bytes = np.zeros(count, np.int64)
         self._closing = np.zeros(1, np.int64)
-        self._staging_bytes = _staging_bytes(layers, parts, table)
-        keys = b"".join(prompt.keys[per_piece - 1 : load.pieces * per_piece : per_piece])
+        self._staging_bytes = staging_bytes(layers, parts, table)
+        blocks = load.pieces * per_piece
         self._tables: dict[str, npt.NDArray[np.generic]] = {
             "layers": layers,
             "parts": parts,
+            "extents": expected(heads, self._plans),
             "requests": table,
             "states": self._states,
             "digest": np.frombuffer(prompt.digest, np.uint8),
-            "keys": np.frombuffer(keys, np.uint8),
+            "keys": np.frombuffer(b"".join(prompt.keys[:blocks]), np.uint8),
+            "tokens": np.ascontiguousarray(prompt.tokens[: blocks * BLOCK_TOKENS], np.uint32),
             "checks": self._checks,
             "left": self._left,
             "pieces_ended": self._ended,
@@ -148,6 +152,8 @@ class Batch:
             setattr(self._batch, name, array.ctypes.data)
         self._batch.request_count = len(table)
         self._batch.piece_count = load.pieces
+        self._batch.layer_count = count
+        self._batch.blocks_per_piece = per_piece
 
     def work(self, staging: Staging | None) -> bool:
         """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more, and
@@ -159,6 +165,8 @@ class Batch:
             outcome, number = self._reader.work(self._batch, address, memory.nbytes, int(_SLICE_S * 1e9), first)
             if outcome is Outcome.HEAD_READ:
                 self._head(number, memory, address)
+            elif outcome is Outcome.HEAD_WRONG:
+                self._reread_head(number)
             elif outcome is Outcome.HANDED_BACK:
                 self._hand_back(number, staging)
             elif outcome is Outcome.NOT_YET:
@@ -193,7 +201,8 @@ class Batch:
             nbytes = 0
 
     def _head(self, number: int, memory: memoryview, address: int) -> None:
-        """Decode and compare a header that lies in staging. What is not as it should be, the portable way will say."""
+        """Decode and compare a header that lies in staging and that C did not take for right: another retention class's name is
+        longer, say. What is not as it should be, the portable way will say."""
         extent = self._request_extents[number]
         head, raw, plan = self._heads[extent], self._raws[extent], self._plans[extent]
         at = raw.offset % ALIGNMENT
@@ -216,7 +225,29 @@ class Batch:
         if ended:
             self._tell()
         if not good:
-            self.pool.submit([head.job(header, plan.layout, Request(range(1), 0, plan.together))])
+            self._reread_head(number)
+
+    def _reread_head(self, number: int) -> None:
+        """Have the pieces of layer 0 read that came with a header and were not right."""
+        extent = self._request_extents[number]
+        plan = self._plans[extent]
+        job = self._heads[extent].job(self._header(extent), plan.layout, Request(range(1), 0, plan.together))
+        self.pool.submit([job])
+
+    def _header(self, extent: int) -> ExtentHeader:
+        """Return what is known of a header that was found to be right: of the blocks that are wanted."""
+        found = self._headers[extent]
+        if found is not None:
+            return found
+        span, raw, representation = self._heads[extent].span, self._raws[extent], self._prompt.representation
+        per_piece = representation.blocks_per_piece
+        keys = [b""] * raw.blocks
+        keys[span.first * per_piece : (span.first + span.pieces) * per_piece] = self._prompt.keys[
+            span.start * per_piece : (span.start + span.pieces) * per_piece
+        ]
+        checks = np.zeros((representation.layers, raw.blocks // per_piece, 16), np.uint8)
+        checks[:, span.first : span.first + span.pieces] = self._checks[:, span.start : span.start + span.pieces]
+        return ExtentHeader(self._prompt.digest, b"", tuple(keys), np.zeros(0, np.uint32), checks)
 
     def _leave_to_portable(self, number: int) -> None:
         """Take a whole span out of the batch."""
@@ -238,9 +269,7 @@ class Batch:
             self._leave_to_portable(number)
             return
         plan = self._plans[extent]
-        header = self._headers[extent]
-        assert header is not None  # or it would not have been its turn yet
-        job = self._heads[extent].job(header, plan.layout, plan.requests[which])
+        job = self._heads[extent].job(self._header(extent), plan.layout, plan.requests[which])
         try:
             if self._error is not None or staging is None:
                 job.abandon(self._error or RuntimeError("a worker has no staging"))
@@ -288,102 +317,3 @@ class _Worker:
     def abandon(self, error: Exception) -> None:
         self._batch.abandon(error)
         self._batch.leave()
-
-
-class _Plan:
-    """How an extent will be read if it is what its tier says."""
-
-    __slots__ = ("layout", "requests", "together")
-
-    def __init__(self, layout: ExtentLayout, together: int, rest: tuple[Request, ...]) -> None:
-        self.layout = layout
-        self.together = together  # pieces of layer 0 that come with the header
-        self.requests = rest
-
-    @classmethod
-    def of(cls, prompt: Prompt, head: Head, raw: RawExtent) -> _Plan:
-        span = head.span
-        layout = expected_layout(prompt.representation, raw.blocks, raw.header_bytes)
-        together = read_with_head(prompt.representation, header_bytes=raw.header_bytes, first=span.first, wanted=span.pieces)
-        return cls(layout, together, requests(layout, first=span.first, pieces=span.pieces, done=together))
-
-
-def _destination(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np.uint8]]] | None:
-    """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
-    layers = []
-    memory = []
-    for layer, nbytes in enumerate(load.representation.layer_bytes):
-        assert nbytes is not None
-        buffers = flat(into.buffers(layer, 0, [nbytes] * load.pieces))
-        if not isinstance(buffers, np.ndarray):
-            if len(buffers) != 1:
-                return None
-            buffers = np.frombuffer(buffers[0], np.uint8)
-        if buffers.nbytes != load.pieces * nbytes or buffers.dtype != np.uint8 or not buffers.flags.writeable:
-            return None
-        if buffers.ndim == 1:
-            buffers = buffers.reshape(load.pieces, nbytes)
-        if buffers.ndim == 2:
-            buffers = buffers[:, np.newaxis]
-        if buffers.ndim != 3 or buffers.shape[0] != load.pieces or (buffers.strides[2] != 1 and buffers.shape[2] > 1):
-            return None
-        address, (_, rows, row_bytes) = buffers.__array_interface__["data"][0], buffers.shape
-        strides = buffers.strides[0], buffers.strides[1] if rows > 1 else row_bytes
-        direct = not any(number % ALIGNMENT for number in (address, *strides, row_bytes))
-        layers.append((address, nbytes, strides[0], rows, row_bytes, strides[1], direct))
-        memory.append(buffers)
-    return np.array(layers, native.LAYER), memory
-
-
-def _tables(heads: Sequence[Head], raws: Sequence[RawExtent], plans: Sequence[_Plan]) -> tuple[Table, Table, list[int]]:
-    """Return the requests, heads first, then layer after layer, each from the head of the prompt on; their parts; and which of
-    its extent's requests each of them is, -1 for a head.
-
-    Extents of one length differ only in where they start, so that each length is laid out once, and then moved."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for number, (head, plan) in enumerate(zip(heads, plans, strict=True)):
-        alike.setdefault((id(plan.layout), id(plan.requests), head.span.first), []).append(number)
-    all_parts, all_requests, turns, which = [], [], [], []
-    parts_before = 0
-    for numbers in alike.values():
-        head, plan = heads[numbers[0]], plans[numbers[0]]
-        first = head.span.first
-        asked = [Request(range(bool(plan.together)), 0, plan.together), *plan.requests]
-        parts = [
-            (plan.layout.piece_range(layer, first + request.first, request.count)[0], layer, request.first, request.count, 0)
-            for request in asked
-            for layer in request.layers
-        ]
-        counts = np.array([len(request.layers) for request in asked])
-        moved_parts = np.tile(np.array(parts, native.PART), (len(numbers), 1))
-        moved = np.zeros((len(numbers), len(asked)), native.REQUEST)
-        starts = np.array([heads[number].span.start for number in numbers])[:, None]
-        offsets = np.array([raws[number].offset for number in numbers])[:, None]
-        moved_parts["offset"] += offsets
-        moved_parts["start"] += starts
-        moved["descriptor"] = np.array([raws[number].descriptor for number in numbers])[:, None]
-        moved["extent"] = np.array(numbers)[:, None]
-        moved["start"] = starts + [request.first for request in asked]
-        moved["pieces"] = [max(1, request.count) for request in asked]
-        moved["parts"] = counts
-        moved["first_part"] = np.cumsum(counts) - counts + parts_before + len(parts) * np.arange(len(numbers))[:, None]
-        moved["head_bytes"][:, 0] = plan.layout.header_bytes
-        at = np.array([part[0] for part in parts])[np.minimum(np.cumsum(counts) - counts, len(parts) - 1)]
-        moved["offset"] = offsets + at
-        moved["offset"][:, 0] = offsets[:, 0]
-        parts_before += moved_parts.size
-        all_parts.append(moved_parts.ravel())
-        all_requests.append(moved.ravel())
-        turns.append(np.tile([-1, *(request.layers.start for request in plan.requests)], len(numbers)))
-        which.append(np.tile(np.arange(len(asked)) - 1, len(numbers)))
-    table = np.concatenate(all_requests)
-    order = np.lexsort((table["start"], np.concatenate(turns)))
-    return table[order], np.concatenate(all_parts), np.concatenate(which)[order].tolist()
-
-
-def _staging_bytes(layers: Table, parts: Table, table: Table) -> int:
-    """Return how much a request may need that does not go straight into its destination."""
-    last = parts[np.maximum(0, table["first_part"] + table["parts"] - 1)]
-    ends = last["offset"] + last["pieces"] * layers["piece_bytes"][last["layer"]]
-    ends = np.where(table["parts"] > 0, ends, table["offset"] + table["head_bytes"])
-    return int((ends - table["offset"]).max()) + 2 * ALIGNMENT

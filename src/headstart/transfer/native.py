@@ -24,6 +24,8 @@ LAYER = np.dtype([(n, "<i8") for n in ("address", "piece_bytes", "piece_stride",
 PART = np.dtype([("offset", "<i8"), ("layer", "<i4"), ("start", "<i4"), ("pieces", "<i4"), ("unused", "<i4")])
 _REQUEST = ("descriptor", "head_bytes", "first_part", "parts", "start", "pieces", "extent", "unused")
 REQUEST = np.dtype([("offset", "<i8"), *((n, "<i4") for n in _REQUEST)])
+_EXTENT = ("layer_table", "keys", "tokens", "checks", "pieces", "first", "wanted", "start")
+EXTENT = np.dtype([("model", "<i8"), *((n, "<i4") for n in _EXTENT)])
 
 
 class Outcome(IntEnum):
@@ -33,8 +35,9 @@ class Outcome(IntEnum):
     LAYER_ENDED = 1
     HANDED_BACK = 2  # a request has to be read otherwise
     TIME_IS_UP = 3
-    HEAD_READ = 4  # a head is in staging: say what it is, with `settle`
-    NOT_YET = 5  # the head of a request's extent is not settled yet
+    HEAD_READ = 4  # a head that is not exactly as expected is in staging: say what it is, with `settle`
+    HEAD_WRONG = 5  # a head is right, but not the pieces that were read with it
+    NOT_YET = 6  # the head of a request's extent is not settled yet
 
 
 class HeaderIs(IntEnum):
@@ -46,18 +49,17 @@ class HeaderIs(IntEnum):
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
-_NO_MEMORY = 6
+_NO_MEMORY = 7
 
 
 class Batch(ctypes.Structure):
     """`Batch` of _reader.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "parts", "requests")),
-        ("request_count", ctypes.c_int64),
-        ("piece_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("layers", "parts", "extents", "requests")),
+        *((name, ctypes.c_int64) for name in ("request_count", "piece_count", "layer_count", "blocks_per_piece")),
         ("states", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("digest", "keys", "checks")),
+        *((name, ctypes.c_void_p) for name in ("digest", "keys", "tokens", "checks")),
         *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
         ("next", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("create", "release", "reset", "update", "digest_of")),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
 from headstart.block.representation import Representation
 from headstart.tier.base import ExtentId, Tier
-from headstart.transfer.io_pool import JOINED_BYTES, REQUEST_BYTES, IOPool, Job
+from headstart.transfer.io_pool import FIRST_BYTES, JOINED_BYTES, REQUEST_BYTES, IOPool, Job
 from headstart.transfer.load import Fault
 
 
@@ -72,7 +72,7 @@ def read_with_head(representation: Representation, *, header_bytes: int, first: 
     size = representation.layer_bytes[0]
     if size is None or first:
         return 0
-    return min(wanted, max(1, (REQUEST_BYTES - header_bytes) // size))
+    return min(wanted, max(1, (FIRST_BYTES - header_bytes) // size))
 
 
 @lru_cache(maxsize=256)
