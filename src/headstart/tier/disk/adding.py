@@ -82,6 +82,8 @@ def add_extent(
         with store.lock:
             store.books.apply([placed], own=True)
             store.books.charge(segment, segment.allocated_bytes + nbytes)
+            if store.sync:
+                segment.synced_bytes = offset + nbytes
         try:
             facts = store.disk.facts(handle)
         except OSError:  # stored all the same

@@ -57,7 +57,8 @@ _RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 class Segment:
     """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
     `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges, or, when
-    `stale`, did before another process changed the file."""
+    `stale`, did before another process changed the file. `synced_bytes`: up to there it would survive a power loss, and the
+    records of its extents too, as far as this process knows."""
 
     name: SegmentName
     number: int
@@ -72,6 +73,7 @@ class Segment:
     gone: bool = False
     stale: bool = False
     allocated_bytes: int = 0
+    synced_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
     rows: Rows = field(default_factory=Rows)  # by offset

@@ -73,6 +73,11 @@ class Others:
         self._measure()
         return records
 
+    def sync(self) -> None:
+        """Return when all that was read of other journals would survive a power loss. Raises OSError."""
+        for tail in self._tails.values():
+            self._disk.sync(tail.handle)
+
     def close(self) -> None:
         while self._tails:
             self._tails.popitem()[1].close()

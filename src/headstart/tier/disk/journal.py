@@ -18,7 +18,7 @@ from typing import TypeVar
 import xxhash
 
 from headstart.errors import StoreError
-from headstart.tier.disk.bulk import AddedColumns, decode_bulk
+from headstart.tier.disk.bulk import Loaded, decode_bulk
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.records import (
@@ -181,6 +181,10 @@ class Journal:
         """Return what records take in it."""
         return sum(len(encode_record(record, writer=self.writer, generation=0, offset=0)) for record in records)
 
+    def sync(self) -> None:
+        """Return when all that was appended would survive a power loss. Raises OSError."""
+        self._disk.sync(self._handle)
+
     def renew(self, records: Sequence[Record], *, now_ms: int, most_bytes: int | None = None) -> Journal:
         """Return the next generation, which holds `records`; this one is closed and removed. Raises OSError, and then this
         one stays. What it holds of later versions goes along."""
@@ -271,8 +275,8 @@ class JournalTail:
         OSError or StoreError, and then all is read again next time."""
         return self._read_on(_one_by_one, _CHUNK_BYTES)
 
-    def load(self) -> list[Record | AddedColumns]:
-        """As `poll`, for a whole journal: in large steps, the extents that were added in columns."""
+    def load(self) -> list[Loaded]:
+        """As `poll`, for a whole journal: in large steps, most of it in columns."""
         return self._read_on(decode_bulk, _LOAD_BYTES)
 
     def _read_on(self, decode: Callable[..., list[R]], chunk_bytes: int) -> list[R]:

@@ -68,6 +68,8 @@ def recover(
 ) -> tuple[Store, Others]:
     """Return the store of a prepared directory and the other writers on it. Raises OSError, leaving nothing open."""
     with ExitStack() as stack:
+        if sync:
+            directory.sync()
         listing = directory.list()
         for path in listing.temporary:
             _remove_if_abandoned(disk, path)

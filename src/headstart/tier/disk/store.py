@@ -28,6 +28,7 @@ from headstart.tier.disk.books import Books, Segment
 from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
+from headstart.tier.disk.durable import sync_found
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
@@ -76,6 +77,7 @@ class Store:
         self.marker = marker
         self.opening = True  # until then nobody follows what others do: all is measured each time
         self.follow: Callable[[], bool] = lambda: True  # takes over what other processes did; False where it could not
+        self.sync_others: Callable[[], bool] = lambda: True
         self.other_journals_bytes = 0
         self.remains_bytes = 4096  # of the marker, and of what others left behind and the next opening removes
         self.folders: dict[Path, int] = {}  # what each is charged
@@ -113,14 +115,15 @@ class Store:
             with self.charging() as alone:
                 if not alone:
                     return self.refused("stopped")
-                if self._present(representation, keys):  # written while this one waited
+                # Written while this one waited, or by somebody who does not sync.
+                if self._present(representation, keys) and (not self.sync or sync_found(self, representation.digest, keys)):
                     return WriteOutcome(stored=True, reason="present")
                 outcome = add_extent(self, image, representation, added)
                 if outcome.stored:
                     self.upkeep.tidy()
                 return outcome
 
-        if self._present(representation, keys):
+        if not self.sync and self._present(representation, keys):
             return WriteOutcome(stored=True, reason="present")
         if self.stopped:
             return self.refused("stopped")

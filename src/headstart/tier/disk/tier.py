@@ -93,6 +93,7 @@ class DiskTier:
         self._held: dict[ExtentId, _Held] = {}
         self._tending = Tending(store, self)
         store.follow = lambda: self._follow(wait_s=FOLLOW_S)
+        store.sync_others = self._sync_others
 
     @classmethod
     def open(
@@ -211,9 +212,7 @@ class DiskTier:
         self._store.files.let_go(raw.file)
         self._counters.add("bytes_read", bytes_read)
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
         _require_short(terms.retention)
         _require_short(terms.tenant)
@@ -541,6 +540,16 @@ class DiskTier:
         except OSError:
             self._counters.add("refresh_failed")
             return False
+        finally:
+            self._refreshing.release()
+        return True
+
+    def _sync_others(self) -> bool:
+        """Sync the journals of other processes. False where another thread was at them for too long. Raises OSError."""
+        if not self._refreshing.acquire(timeout=FOLLOW_S):
+            return False
+        try:
+            self._others.sync()
         finally:
             self._refreshing.release()
         return True
