@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import harness, hit, overhead, store, trace, write
+from benchmarks import devices, harness, hit, index, joining, overhead, store, trace, write
 
-BENCHMARKS = {"hit": hit, "overhead": overhead, "trace": trace, "store": store, "write": write}
+BENCHMARKS = {
+    "devices": devices,
+    "hit": hit,
+    "index": index,
+    "joining": joining,
+    "overhead": overhead,
+    "trace": trace,
+    "store": store,
+    "write": write,
+}
 ROOT = harness.RESULTS.parent.parent
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 
