@@ -453,3 +453,16 @@ def leased(cache: PrefixCache) -> int:
 def open_segments(directory: Path) -> int:
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
     return sum(link.startswith(str(directory)) and link.endswith(".seg") for link in links)
+
+
+@pytest.mark.parametrize("table", ["LAYER", "PART", "REQUEST", "EXTENT"])
+def test_a_reader_whose_tables_are_another_headstarts_is_not_used(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+    if native.reader() is None:
+        pytest.skip("headstart was installed without its C reader")
+    ours = getattr(native, table)
+    monkeypatch.setattr(native, table, np.dtype([*ours.descr, ("added", "<i8")]))
+    native.reader.cache_clear()
+    try:
+        assert native.reader() is None
+    finally:
+        native.reader.cache_clear()

@@ -49,6 +49,7 @@ class HeaderIs(IntEnum):
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
+_MEANING = 1  # raised together with the first number of `headstart_layout`
 _NO_MEMORY = 7
 
 
@@ -105,6 +106,11 @@ def reader() -> Reader | None:
         library.headstart_work.argtypes = [address, address, number, number, address]
         library.headstart_settle.argtypes = [address, number, address, ctypes.c_int]
         found = Reader(library, tuple(_address(hashes, name) for name in _HASH))
+        if not _is_ours(library):
+            _log.warning(
+                "Python reads instead of the C reader, which is another headstart's; install headstart anew to build it"
+            )
+            return None
         agrees = all(found.hashing) and _agrees(found)
     except (OSError, AttributeError) as error:  # no such file, no such function
         _log.info("Python reads instead of the C reader: %s", error)
@@ -112,6 +118,16 @@ def reader() -> Reader | None:
     if not agrees:
         _log.warning("Python reads instead of the C reader, whose checks are not those of this xxhash %s", xxhash.VERSION)
     return found if agrees else None
+
+
+def _is_ours(library: ctypes.CDLL) -> bool:
+    """Whether the library was compiled from the source beside this file: an update of an editable install compiles nothing."""
+    sizes = [LAYER.itemsize, PART.itemsize, REQUEST.itemsize, EXTENT.itemsize, ctypes.sizeof(Batch)]
+    want = [_MEANING, *sizes, Batch.next.offset]
+    try:
+        return list((ctypes.c_int64 * len(want)).in_dll(library, "headstart_layout")) == want
+    except ValueError:  # it is from before there was such a thing
+        return False
 
 
 def _address(hashes: ctypes.CDLL, name: str) -> int:
