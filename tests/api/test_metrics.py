@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headstart.api.metrics import _cache_metrics
+from headstart.api.service import paused_tiers
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.tier.base import TierStatistics
 
@@ -42,3 +45,18 @@ def test_reasons_are_labels_of_one_series() -> None:
     assert labels("headstart_tier_evicted_total") == (5, {"tier": "disk", "reason": "capacity"})
     assert labels("headstart_tier_read_failed_total") == (1, {"tier": "disk", "reason": "short-read"})
     assert labels("headstart_tier_bytes_read_total") == (7, {"tier": "disk"})
+
+
+def test_a_tier_that_stores_nothing_now_is_a_gauge_and_a_sentence() -> None:
+    paused = replace(tier("disk"), paused="No space left on device")
+    statistics = CacheStatistics(tiers=(tier("memory"), paused), counters={})
+    found = {
+        sample.labels["tier"]: sample.value
+        for family in _cache_metrics(statistics, ("m", "0"))
+        for sample in family.samples
+        if sample.name == "headstart_tier_paused"
+    }
+    assert found == {"memory": 0, "disk": 1}
+    (sentence,) = paused_tiers(statistics)
+    assert "disk" in sentence
+    assert "No space left on device" in sentence

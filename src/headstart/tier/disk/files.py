@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 
 MAX_IDLE_FILES = 256
+_SHARE_OF_FILES = 8  # such a part of the files that the process may have open is kept idle; a file has two descriptors
 _ONLY_READABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -34,7 +36,8 @@ class SegmentFiles:
         self._mode: OpenMode = mode
         self._disk = disk
         self._directory = directory
-        self._max_idle = max_idle
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_idle = max_idle if allowed == resource.RLIM_INFINITY else min(max_idle, allowed // _SHARE_OF_FILES)
         self._closed = False
         self._changed = Condition()
         self._open: OrderedDict[SegmentName, _Open] = OrderedDict()  # longest unused first
