@@ -360,6 +360,42 @@ def test_after_a_power_loss_amid_a_join_what_is_found_is_right_or_fails_its_chec
     assert tier.check() == []
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_power_loss_could_not_touch_it_cannot_touch_once_it_is_joined(seed: int) -> None:
+    """Also where the process that joins does not sync what it saves."""
+    kv, disk, clock = prompt(PIECES), CrashDisk(), Clock()
+    tier = DiskTier.open(
+        disk.root / "kv", capacity_bytes=CAPACITY, durability="data", disk=disk, clock=clock, wall_clock=lambda: 1e9
+    )
+    converse(tier, kv)
+    tier.close()
+    tier = open_tier(disk, clock)
+    for _ in range(3):
+        tier.touch(extents_of(tier, kv))
+    pause(tier, clock)
+    assert tier.statistics().counters["joined_extents"] == 3
+    disk.power_cut(seed)
+    assert right(open_tier(disk, clock), kv) == PIECES
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nor_once_a_double_of_it_is_dropped(seed: int) -> None:
+    kv, disk, clock = prompt(PIECES), CrashDisk(), Clock()
+    tier = DiskTier.open(
+        disk.root / "kv", capacity_bytes=CAPACITY, durability="data", disk=disk, clock=clock, wall_clock=lambda: 1e9
+    )
+    tier.write(kv.image(4, 4), TINY)
+    tier.close()
+    tier = open_tier(disk, clock)
+    tier.write(kv.image(), TINY)
+    pause(tier, clock)
+    assert tier.statistics().blocks == PIECES
+    disk.power_cut(seed)
+    tier = open_tier(disk, clock)
+    assert right(tier, kv) >= 4
+    assert -1 not in tier.locate(TINY.digest, kv.keys[4:8]).extents
+
+
 @pytest.mark.parametrize("kind", ["eio", "enospc", "late", "short"])
 def test_a_join_that_fails_in_any_call_loses_nothing_but_what_it_could_not_read(kind: str) -> None:
     kv, calls = prompt(PIECES), calls_of_a_join()

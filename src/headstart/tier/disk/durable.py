@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import ExtentId
+from headstart.tier.disk.books import Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
@@ -20,6 +21,11 @@ def sync_found(store: Store, representation: bytes, keys: Sequence[bytes]) -> bo
         ids, _ = store.books.locate(representation, keys)
         rows = [store.books.row(ExtentId(extent)) for extent in set(ids.tolist()) if extent >= 0]
         places = [store.books.place(row) for row in rows if row is not None]
+    return sync_places(store, places)
+
+
+def sync_places(store: Store, places: Sequence[tuple[Segment, int, int]]) -> bool:
+    """The same for extents at (segment, offset, extent_bytes), whatever is found in them."""
     behind = {s.number: s for s, offset, nbytes in places if offset + nbytes > s.synced_bytes}
     if not behind:
         return True
