@@ -29,7 +29,8 @@ class Maps:
         self._maps: dict[str, mmap.mmap] = {}
 
     def resize(self, owner: object, names: Sequence[str], rows: int) -> None:
-        """Make the arrays that `owner` has under `names` so long; what is new is zero. Raises MemoryError, and then some may be
+        """Make the arrays that `owner` has under `names` so long, at least one row; what is new is zero. Raises
+        MemoryError, and then some may be
         longer than others."""
         for name in names:
             self._resize(owner, name, rows)
@@ -39,7 +40,7 @@ class Maps:
         if rows == len(old):
             return
         dtype, others = old.dtype, old.shape[1:]
-        nbytes = max(1, rows * int(np.prod(others, dtype=np.int64)) * dtype.itemsize)
+        nbytes = max(1, rows) * int(np.prod(others, dtype=np.int64)) * dtype.itemsize
         memory = self._maps.get(name)
         if memory is not None:
             old[rows : rows + mmap.PAGESIZE] = np.zeros((), dtype)  # else the rest of a page would come back one day

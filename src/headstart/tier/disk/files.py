@@ -140,6 +140,11 @@ class SegmentFiles:
             self._disk.close(handle)
         return opened.handle
 
+    def check(self, segment: Segment) -> None:
+        """Raise what `hold` would raise. Nothing is kept open, for when thousands are looked at."""
+        handle = self._disk.open(self._directory.segment_path(segment.name), "read")
+        self._disk.close(self._checked(segment, handle))
+
     def _open_checked(self, segment: Segment) -> Handle:
         path = self._directory.segment_path(segment.name)
         try:
@@ -148,6 +153,9 @@ class SegmentFiles:
             if error.errno not in _ONLY_READABLE:
                 raise
             handle = self._disk.open(path, "read", bulk=True)
+        return self._checked(segment, handle)
+
+    def _checked(self, segment: Segment, handle: Handle) -> Handle:
         try:
             size = self._disk.facts(handle).size
             data = bytearray(min(segment.header_bytes, size))
