@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -25,6 +27,7 @@ from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import RealDisk
 from headstart.transfer import native
 from headstart.transfer.batch import Batch
+from headstart.transfer.load import Load
 
 TIMEOUT_S = 20.0
 LENGTHS = (1, 3, 1, 6, 2)  # of the extents, in pieces
@@ -275,32 +278,24 @@ def test_nobody_goes_round_a_door_with_faults(tmp_path: Path, way: str) -> None:
 
 @pytest.fixture
 def gate(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
-    """(reached, go): the first read that comes back stops until it may go on."""
+    """(reached, go): one read comes back, of more than are needed; until `go` neither it nor any other goes on."""
     reached, go = Event(), Event()
+    turns = count()
 
-    def stop() -> None:
-        if not reached.is_set():
-            reached.set()
+    def one(act: Callable[[], Any]) -> Any:
+        if next(turns):
             go.wait(TIMEOUT_S)
+            return act()
+        found = act()
+        reached.set()
+        go.wait(TIMEOUT_S)
+        return found
 
+    work, read = native.Reader.work, DiskTier.read
     if way == "C":
-        work = native.Reader.work
-
-        def stopping(self: native.Reader, *args: Any) -> Any:
-            found = work(self, *args)
-            stop()
-            return found
-
-        monkeypatch.setattr(native.Reader, "work", stopping)
+        monkeypatch.setattr(native.Reader, "work", lambda *args: one(lambda: work(*args)))
     else:
-        read = DiskTier.read
-
-        def stopping_read(self: DiskTier, reads: Sequence[Any]) -> int:
-            found = read(self, reads)
-            stop()
-            return found
-
-        monkeypatch.setattr(DiskTier, "read", stopping_read)
+        monkeypatch.setattr(DiskTier, "read", lambda *args: one(lambda: read(*args)))
     yield reached, go
     go.set()
 
@@ -320,6 +315,44 @@ def test_a_cancelled_load_ends_and_brings_no_more_than_it_verified(tmp_path: Pat
             assert destination.wrong(kv, pieces=usable // 64) == []
             assert {fault.reason for fault in running.faults} == {"cancelled"}
         assert load(cache, kv).usable_tokens == 64 * 64  # and nothing is avoided for it
+
+
+def test_an_extent_that_is_taken_out_while_the_load_is_cancelled_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.reader() is None:
+        pytest.skip("headstart was installed without its C reader")
+    leave = Batch._leave_to_portable
+
+    def late(self: Batch, number: int) -> None:
+        """Let everybody else come by first, who see that nothing is wanted any more."""
+        if number:
+            until(lambda: not self.load.wanted_before[0] and self._batch.next >= self._batch.request_count)
+        leave(self, number)
+
+    with opened(tmp_path, WIDE) as cache:
+        kv = stored(cache, WIDE, lengths=[2, 30])  # with more requests than threads
+        monkeypatch.setattr(Batch, "_leave_to_portable", late)
+        with match(cache, kv) as lease, monkeypatch.context() as patched:
+            patched.setattr(Load, "__init__", cancelled_at_once(Load.__init__))
+            running = lease.load(into=FakeDestination(WIDE, 32))
+            assert running.result(TIMEOUT_S) == 0
+            assert {fault.reason for fault in running.faults} == {"cancelled"}
+
+
+def cancelled_at_once(init: Callable[..., None]) -> Callable[..., None]:
+    def started(self: Load, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.cancel()
+
+    return started
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_whenever_a_load_is_cancelled_every_piece_ends_once(tmp_path: Path, way: str) -> None:

@@ -1,7 +1,7 @@
 """Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
 
 A job reads at most some 1 MiB at a time, so bytes in flight are bounded by threads × request size, 16 MiB: enough depth for
-the device, and a layer that is wanted first never waits behind tens of megabytes. (The first layer itself comes in larger ones.)
+the device, and a layer that is wanted first never waits behind tens of megabytes. (The first layer comes in larger ones.)
 """
 
 from __future__ import annotations
