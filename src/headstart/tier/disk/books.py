@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentId, ExtentInfo
-from headstart.tier.disk.bulk import AddedColumns
+from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import (
@@ -146,17 +146,17 @@ class Books:
         self._alive = np.zeros(64, np.bool_)
         self._removed_blocks = 0  # of all removals that are kept
         self._loading = True
-        self._early_uses: list[Touched] = []
+        self._early_uses: list[Touched | UsedColumns] = []
         self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
         self._waiting: dict[ExtentName, list[tuple[Raise | Pin, bool]]] = {}
 
     # What journals say.
 
-    def apply(self, records: Iterable[Record | AddedColumns], *, own: bool, now_ms: int = FOREVER_MS) -> None:
+    def apply(self, records: Iterable[Loaded], *, own: bool, now_ms: int = FOREVER_MS) -> None:
         """Take over records of one journal, in its order. `own`: it is this process's journal. Uses and promises come last,
         while loading after all journals: one may speak of them before another one, read later, says that the extent was added.
         `now_ms`: what somebody's clock called later than that counts as now."""
-        uses: list[Touched] = []
+        uses: list[Touched | UsedColumns] = []
         terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
         for record in records:
             match record:
@@ -164,7 +164,7 @@ class Books:
                     self._add(record, own=own, now_ms=now_ms)
                 case AddedColumns():
                     self._add_columns(record, own=own, now_ms=now_ms)
-                case Touched():
+                case Touched() | UsedColumns():
                     uses.append(record)
                 case ClassRaised() | Pinned():
                     terms.append((record, own, now_ms))
@@ -294,6 +294,7 @@ class Books:
             if segment not in plain and segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all()):
                 segment.stale |= not own
                 segment.end = max(segment.end, int(ends[first:end].max()))
+                self.counter = max(self.counter, int(columns.rows["last_used"][first:end].max()))
                 plain[segment] = first + np.flatnonzero(~segment.dead.among(some))
                 continue
             self._enter_columns(columns, plain, now_ms)
@@ -301,7 +302,6 @@ class Books:
             for at in range(first, end):
                 self._add(columns.record(at), own=own, now_ms=now_ms)
         self._enter_columns(columns, plain, now_ms)
-        self.counter = max(self.counter, int(columns.rows["last_used"].max()))
 
     def _enter_columns(self, columns: AddedColumns, groups: dict[Segment, npt.NDArray[np.int64]], now_ms: int) -> None:
         """As `_enter` for each record of `groups`, which are in order: of each segment, those that it gets."""
@@ -344,10 +344,19 @@ class Books:
             keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
             self._index(representation).load(keys, rows[those], some)
 
-    def _use_all(self, records: Iterable[Touched]) -> None:
+    def _use_all(self, records: Iterable[Touched | UsedColumns]) -> None:
+        columns: list[UsedColumns] = []
         for record in records:
+            if isinstance(record, UsedColumns):
+                columns.append(record)
+                continue
             for name, used in record.uses:
                 self._use(name, used)
+        for segment_name, offsets, counters in UsedColumns.together(columns).groups() if columns else ():
+            self.counter = max(self.counter, int(counters.max()))
+            if (segment := self.segments.get(segment_name)) is not None:
+                rows = segment.rows.get_all(offsets)
+                np.maximum.at(self._last_used, rows[rows >= 0], counters[rows >= 0])
 
     def _use(self, name: ExtentName, used: int) -> None:
         self.counter = max(self.counter, used)
