@@ -114,7 +114,7 @@ def _tier(directories: Sequence[Path]) -> DeviceTier:
     return DeviceTier.open(
         directories,
         open_directory=lambda path, nbytes: DiskTier.open(path, capacity_bytes=nbytes),
-        capacities=lambda used: [shutil.disk_usage(path.parent).total * 9 // 10 for path in used],
+        capacities=lambda rooms: [room.total_bytes * 9 // 10 for room in rooms],
     )
 
 

@@ -115,7 +115,7 @@ def test_a_write_that_fails_midway_goes_to_another_device_and_is_read_whole(two:
 
 
 def test_a_device_that_hangs_in_a_write_is_passed_over_until_it_answers(two: Set, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tier.devices.tier.CHANGE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("headstart.tier.devices.writing.CHANGE_PATIENCE_S", 0.2)
     tier = two.open()
     two.disks["a"].inject(DiskFault("write", "stall"))
     for seed in range(6):

@@ -54,7 +54,9 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
     try:
         facts = store.disk.stat(path)
     except FileNotFoundError:
-        yield Problem(str(path), "the segment's file is gone")
+        with store.lock:  # one in which nothing is alive may be removed by whoever comes first
+            if segment.rows or segment in store.appending.values():
+                yield Problem(str(path), "the segment's file is gone")
         return
     try:
         with store.files.held(segment):

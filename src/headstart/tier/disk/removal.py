@@ -73,7 +73,7 @@ def trim_tenants(store: Store) -> None:
 def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
     """Remove what a tenant has, the least worthy first, until `nbytes` more are within its quota. False, and nothing is
     removed, where what may go of it is not enough."""
-    quota = store.retention.quota_bytes(tenant, capacity_bytes=store.capacity_bytes)
+    quota = store.retention.quota_bytes(tenant, capacity_bytes=store.capacity_bytes, whole_bytes=store.whole_bytes)
     if quota is None:
         return True
     refused: set[ExtentId] = set()

@@ -86,6 +86,7 @@ class Store:
         self.sync = sync
         self.clock = clock
         self.retention = retention
+        self.whole_bytes: int | None = None  # what the tier may hold that this directory is a part of
         self._time = SteadyClock(clock, wall_clock)
         self._turn = Lock()
         self._process = os.getpid()
