@@ -60,3 +60,25 @@ def test_a_tier_that_stores_nothing_now_is_a_gauge_and_a_sentence() -> None:
     (sentence,) = paused_tiers(statistics)
     assert "disk" in sentence
     assert "No space left on device" in sentence
+
+
+def samples(statistics: CacheStatistics, name: str) -> dict[str, float]:
+    """Return a metric's values by device, or by tier where it has none."""
+    found = [one for family in _cache_metrics(statistics, ("m", "0")) for one in family.samples if one.name == name]
+    return {one.labels.get("device", one.labels["tier"]): one.value for one in found}
+
+
+def test_bytes_written_are_told_for_each_token_that_hit() -> None:
+    name = "headstart_tier_bytes_written_per_hit_token"
+    tiers = (tier("memory"), tier("disk", bytes_written=6400))
+    assert samples(CacheStatistics(tiers=tiers, counters={"loaded_tokens_disk": 128}), name) == {"disk": 50}
+    assert samples(CacheStatistics(tiers=tiers, counters={}), name) == {}  # nothing hit yet
+
+
+def test_devices_of_a_tier_are_told_apart_in_metrics_and_in_health() -> None:
+    devices = (replace(tier("0a", bytes_read=7), paused=""), replace(tier("1b"), paused="its reads fail"))
+    statistics = CacheStatistics(tiers=(replace(tier("disk"), devices=devices),), counters={})
+    assert samples(statistics, "headstart_device_paused") == {"0a": 0, "1b": 1}
+    assert samples(statistics, "headstart_device_live_bytes") == {"0a": 8, "1b": 8}
+    assert samples(statistics, "headstart_device_bytes_read_total") == {"0a": 7, "1b": 0}
+    assert paused_tiers(statistics) == ["device 1b of the tier 'disk' takes nothing for now: its reads fail"]

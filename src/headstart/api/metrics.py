@@ -167,8 +167,46 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
     for tier in statistics.tiers:
         paused.add_metric((*labels, tier.name), bool(tier.paused))
     yield paused
+    yield from _device_metrics(statistics, labels)
+    ratio = GaugeMetricFamily(
+        "headstart_tier_bytes_written_per_hit_token",
+        "Bytes written since the start for each token that was read back; absent before the first.",
+        labels=with_tier,
+    )
+    for tier in statistics.tiers:
+        hit_tokens = statistics.counters.get(f"loaded_tokens_{tier.name}", 0)
+        if hit_tokens and (written_bytes := tier.counters.get("bytes_written")) is not None:
+            ratio.add_metric((*labels, tier.name), written_bytes / hit_tokens)
+    yield ratio
     rows = [((*labels, tier.name), tier.counters) for tier in statistics.tiers]
     yield from _counters("headstart_tier", "A counter of the tier.", with_tier, rows)
+
+
+def _device_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
+    """Return what tells the devices of a tier apart; nothing where it lies on one."""
+    with_device = (*_LABELS, "tier", "device")
+    devices = [((*labels, tier.name, device.name), device) for tier in statistics.tiers for device in tier.devices]
+    if not devices:
+        return
+
+    def family(
+        name: str, about: str, values: Iterable[float], *, kind: type[GaugeMetricFamily | CounterMetricFamily]
+    ) -> Metric:
+        found = kind(name, about, labels=with_device)
+        for (its, _), value in zip(devices, values, strict=True):
+            found.add_metric(its, value)
+        return found
+
+    def gauge(name: str, about: str, values: Iterable[float]) -> Metric:
+        return family(name, about, values, kind=GaugeMetricFamily)
+
+    yield gauge("headstart_device_paused", "1 while it takes nothing; /health says why.", [bool(d.paused) for _, d in devices])
+    yield gauge("headstart_device_capacity_bytes", "Most that it may hold.", [d.capacity_bytes for _, d in devices])
+    yield gauge("headstart_device_allocated_bytes", "What its file system charges.", [d.allocated_bytes for _, d in devices])
+    yield gauge("headstart_device_live_bytes", "Bytes on it that can be found.", [d.live_bytes for _, d in devices])
+    for name, counter in (("headstart_device_bytes_read", "bytes_read"), ("headstart_device_bytes_written", "bytes_written")):
+        values = [d.counters.get(counter, 0) for _, d in devices]
+        yield family(name, "Of one device.", values, kind=CounterMetricFamily)
 
 
 def _counters(

@@ -371,9 +371,15 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
 
 
 def paused_tiers(statistics: CacheStatistics) -> list[str]:
-    """Return a sentence for every tier that stores nothing now."""
-    return [
+    """Return a sentence for every tier that stores nothing now, and for every device of one that does not take part."""
+    said = [
         f"nothing is stored in the tier {tier.name!r} for now, what is there is still read: {tier.paused}"
         for tier in statistics.tiers
         if tier.paused
+    ]
+    return said + [
+        f"device {device.name} of the tier {tier.name!r} takes nothing for now: {device.paused}"
+        for tier in statistics.tiers
+        for device in tier.devices
+        if device.paused
     ]

@@ -136,7 +136,7 @@ class TierStatistics:
     paused: str = ""  # why nothing is stored now; "" while it is
     live_bytes_by_class: dict[str, int] = field(default_factory=dict)
     live_bytes_by_tenant: dict[str, int] = field(default_factory=dict)
-    devices: tuple[TierStatistics, ...] = ()  # where a tier lies on several, each of them
+    devices: tuple[TierStatistics, ...] = ()  # where a tier lies on several, each of them, also one that is not there
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ def test_opening_goes_on_without_a_directory_that_cannot_be_opened_and_takes_it_
     again = two.open()
     assert len(again.warnings) == 1
     assert "no such disk" in again.warnings[0]
+    assert sorted(one.paused for one in again.statistics().devices) == ["", "not there"]
     for seed in range(4):
         assert on(again, prompt(4, seed=seed)) == ["b" if name == "b" else "" for name in before[seed]]
     write(again, prompt(4, seed=9))

@@ -230,8 +230,8 @@ def _tell(facts: dict[str, Any]) -> None:
 @click.command()
 @cache_options
 def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
-    """Tell how full the cache is, and of what. What is counted while it runs (hits, bytes written, and those for each token that
-    hit) a server tells at its /metrics."""
+    """Tell how full the cache is, and of what. What is counted while it runs (hits, bytes written, and these for each
+    token that hit) a server tells at its /metrics."""
     with looked(directories, config_file) as cached:
         facts = _stat(cached)
     if as_json:

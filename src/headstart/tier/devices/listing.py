@@ -168,6 +168,11 @@ def settle(configured: Sequence[Path], lists: Mapping[Path, DeviceList]) -> tupl
     return current, said
 
 
+def name_of(device_id: str) -> str:
+    """Return what a device is called in metrics, where paths are not told."""
+    return device_id[:8]
+
+
 def can_be_listed(path: Path) -> bool:
     """Whether a path may stand in a list: absolute, and of letters that can be told in a log."""
     return path.is_absolute() and str(path).isprintable() and ".." not in path.parts

@@ -78,6 +78,12 @@ class Members:
         """Whether this is one directory by itself, and always was."""
         return self._listed is None
 
+    @property
+    def missing(self) -> tuple[Entry, ...]:
+        """The devices that should be there and are not."""
+        here = {device.id for device in self.devices}
+        return () if self._listed is None else tuple(entry for entry in self._listed.used if entry.id not in here)
+
     def start(self) -> None:
         """Open every device. Raises StoreError, OSError or ValueError where not one can be had."""
         try:
@@ -251,9 +257,7 @@ class Members:
                     self._join(device)
                 else:
                     self._give_up(device, future.exception())
-        here = {device.id for device in self.devices} | self._late.keys()
-        missing = [entry for entry in self._listed.used if entry.id not in here]
-        if missing:
+        if missing := [entry for entry in self.missing if entry.id not in self._late]:
             self._open(missing)
         self._resize()
         if any(device not in before for device in self.devices):

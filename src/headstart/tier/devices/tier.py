@@ -36,6 +36,7 @@ from headstart.tier.base import (
 from headstart.tier.devices.asking import Asking, lane_of, named
 from headstart.tier.devices.device import Device
 from headstart.tier.devices.drain import Drain
+from headstart.tier.devices.listing import name_of
 from headstart.tier.devices.members import Capacities, Members, OpenDirectory
 from headstart.tier.devices.writing import Writing
 from headstart.tier.disk import DiskTier
@@ -277,7 +278,8 @@ class DeviceTier:
     def statistics(self) -> TierStatistics:
         if (only := self._asking.only()) is not None:
             return only.statistics()
-        each = tuple(_statistics(device) for device in self.devices)
+        each = tuple(map(_statistics, self.devices))
+        each += tuple(TierStatistics(name_of(one.id), 0, 0, 0, 0, 0, {}, paused="not there") for one in self._members.missing)
         counters = Counter(self._counters.snapshot())
         classes: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
@@ -349,9 +351,8 @@ class _Raw:
 
 def _statistics(device: Device) -> TierStatistics:
     why = device.why_not()
-    if device.tier is None:
-        return TierStatistics(str(device.path), device.capacity_bytes, 0, 0, 0, 0, device.counters.snapshot(), paused=why)
+    assert device.tier is not None, "only what is open is a device of the tier"
     found = device.tier.statistics()
     counters = Counter(found.counters)
     counters.update(device.counters.snapshot())
-    return replace(found, name=str(device.path), counters=dict(counters), paused=found.paused or why)
+    return replace(found, name=name_of(device.id), counters=dict(counters), paused=found.paused or why)
