@@ -101,7 +101,7 @@ class Ticket:
     def _call(self, callback: Callable[[Ticket], None]) -> None:
         try:
             callback(self)
-        except Exception:  # noqa: BLE001 - an engine's mistake must not end the saver's thread
+        except BaseException:  # noqa: BLE001 - an engine's mistake must not end the saver's thread
             _log.exception("a callback of a ticket failed")
 
 
@@ -217,7 +217,7 @@ class Saver:
                 request, nbytes, ticket = self._queue.popleft()
             try:
                 result = self._save(request)
-            except Exception:  # noqa: BLE001 - the thread's outer edge: a source that fails must not end all saving
+            except BaseException:  # noqa: BLE001 - the thread's outer edge: a source that fails must not end all saving
                 self._counters.add("save_errors")
                 _log.exception("a save failed unexpectedly")
                 result = SaveResult(stored_tokens=0, written_bytes=0, reason="error")

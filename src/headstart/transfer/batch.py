@@ -60,7 +60,7 @@ class Start:
         self._pool.submit(workers[1:])
         self._pool.submit(workers[:1])
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         for head in self._heads:
             head.abandon(error)
 
@@ -112,7 +112,7 @@ class Batch:
         self._memory = memory
         self._changed = Condition()
         self._workers = pool.threads
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
         self._plans = [
@@ -182,7 +182,7 @@ class Batch:
                     if not self._changed.wait_for(lambda: not self._waiting or self._ready() is not None, _SLICE_S):
                         return True
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Tell the load that nothing more is read."""
         self._error = error
         self._closing[0] = 1
@@ -275,7 +275,7 @@ class Batch:
                 job.abandon(self._error or RuntimeError("a worker has no staging"))
             else:
                 job.run(staging)
-        except Exception as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
+        except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
             self.pool.counters.add("job_errors")
             _log.exception("a read job failed unexpectedly")
             job.abandon(error)
@@ -314,6 +314,6 @@ class _Worker:
         else:
             self._batch.leave()
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         self._batch.abandon(error)
         self._batch.leave()

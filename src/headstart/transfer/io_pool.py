@@ -35,7 +35,7 @@ class Job(Protocol):
 
     def run(self, staging: Staging) -> None: ...
 
-    def abandon(self, error: Exception) -> None: ...
+    def abandon(self, error: BaseException) -> None: ...
 
 
 class IOPool:
@@ -111,7 +111,7 @@ class IOPool:
             self._since[number] = time.monotonic()
             try:
                 job.run(staging)
-            except Exception as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
+            except BaseException as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
                 self.counters.add("job_errors")
                 _log.exception("tier %r: a read job failed unexpectedly", self.name)
                 job.abandon(error)

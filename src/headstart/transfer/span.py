@@ -72,7 +72,7 @@ class _Job:
         except (StoreError, OSError) as error:
             self.end(self.fault("read", error))
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         self.end(self.fault("closed" if isinstance(error, StoreError) else "error", error))
 
     def attempt(self, staging: Staging, wanted: int) -> None:
