@@ -469,6 +469,19 @@ def test_pins_above_half_of_a_lowered_capacity_give_way_rather_than_the_bound() 
     tier.close()
 
 
+def test_what_is_pinned_outlives_what_is_promised_where_a_lowered_capacity_holds_only_one_of_them() -> None:
+    times, disk = Times(), CrashDisk()
+    tier = open_tier(disk, times, capacity_bytes=4 * SMALL)
+    pinned = [save(tier, seed, times=times) for seed in range(12)]
+    assert all(tier.pin(pinned, until_ms=None))
+    for seed in range(12, 30):
+        save(tier, seed, AGENT, times=times)
+    tier.close()
+    tier = open_tier(disk, times, capacity_bytes=SMALL)
+    assert sum(has.pinned_until_ms is not None for has in tier.scan()) == 12
+    tier.close()
+
+
 # Who gives way.
 
 
