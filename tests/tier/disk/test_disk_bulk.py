@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -43,8 +44,9 @@ WRITER, GENERATION = bytes(range(16)), 3
 KEYS = [bytes([number]) * 16 for number in range(12)]
 
 # Few names and few blocks, so that records meet.
-segments = st.builds(SegmentName, st.sampled_from([WRITER, b"w" * 16]), st.integers(0, 2))
-names = st.builds(ExtentName, segments, st.integers(1, 8).map(lambda n: 4096 * n))
+NAMES = [SegmentName(WRITER, 0), SegmentName(WRITER, 1), SegmentName(b"w" * 16, 1)]
+segments = st.sampled_from(NAMES)
+names = st.builds(ExtentName, segments, st.integers(1, 6).map(lambda n: 4096 * n))
 uses = st.integers(0, 1000)
 blocks = st.lists(st.sampled_from(KEYS), max_size=4).map(b"".join)
 fields = st.lists(st.builds(frame, st.integers(3, 255), st.binary(max_size=8)), max_size=1).map(b"".join)
@@ -52,7 +54,7 @@ words = st.sampled_from(["agent", "chat", ""])
 added = st.builds(
     ExtentAdded,
     names,
-    st.sampled_from([4096, 8192, 1 << 50]),
+    st.sampled_from([4096, 8192] * 20 + [1 << 50]),
     st.just(4096),
     st.integers(0, 5000),
     uses,
@@ -79,6 +81,11 @@ records = st.one_of(
     st.builds(RepresentationDeclared, st.binary(max_size=4)),
     st.builds(Unknown, st.integers(200, 255), st.binary(max_size=20)),
 )
+
+
+opened = st.sets(segments).map(lambda some: [SegmentOpened(name, 4096, 1 << 20, 1, b"r" * 32) for name in sorted(some)])
+stretches = st.one_of(st.lists(records, max_size=6), st.lists(added, min_size=3, max_size=12))
+journals_of = st.builds(lambda first, others: [*first, *chain.from_iterable(others)], opened, st.lists(stretches, max_size=5))
 
 
 def journal(written: list[Record]) -> bytearray:
@@ -115,7 +122,7 @@ def what_they_say(books: Books) -> dict[str, object]:
 
 
 @settings(max_examples=300)
-@given(st.lists(st.lists(records, max_size=25), min_size=1, max_size=3), st.data())
+@given(st.lists(journals_of, min_size=1, max_size=3), st.data())
 def test_books_loaded_in_columns_are_those_read_record_by_record(journals: list[list[Record]], data: st.DataObject) -> None:
     slow, fast = Books(), Books()
     for written in journals:
