@@ -55,6 +55,25 @@ def test_folders_that_others_made_and_died_over_hold_what_was_acknowledged(seed:
     assert tier.check() == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("failing", [["sync_directory"], ["sync_directory", "unlink"]])
+def test_a_journal_that_could_not_be_begun_anew_takes_nothing_along_that_is_acknowledged_later(
+    failing: list[str], seed: int
+) -> None:
+    disk = CrashDisk()
+    faulty = FaultyDisk(disk)
+    tier = open_tier(faulty, data=True)
+    assert save(tier, 1)
+    faulty.inject(*(DiskFault(call, "eio") for call in failing))
+    assert not tier._store.renew()
+    faulty.heal()
+    assert save(tier, 2)
+    disk.power_cut(seed)
+    tier = open_tier(disk, data=True)
+    assert found(tier, [1, 2]) == {1, 2}
+    assert tier.check() == []
+
+
 def test_what_cannot_be_synced_is_not_called_stored() -> None:
     disk = FaultyDisk(CrashDisk())
     careless = open_tier(disk, data=False)

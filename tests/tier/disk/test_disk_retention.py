@@ -34,6 +34,7 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentOpened,
 )
+from headstart.tier.disk.removal import drop_files
 
 DAY_S = 86_400.0
 DAY_MS = 86_400_000
@@ -411,6 +412,47 @@ def test_pins_take_at_most_half_of_the_capacity() -> None:
     assert tier.pin(extents[fit : fit + 2], until_ms=None) == [True, False]
     press(tier)
     assert there(tier, range(12)) == set(range(1, fit + 1))
+    tier.close()
+
+
+def test_thousands_are_pinned_without_adding_up_the_pins_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, sums = open_tier(CrashDisk(), Times()), 0
+    extents = [save(tier, seed) for seed in range(24)]
+    kept = tier._store.books._kept
+
+    def pinned(now_ms: int) -> object:
+        nonlocal sums
+        sums += 1
+        return type(kept).pinned(kept, now_ms)
+
+    monkeypatch.setattr(kept, "pinned", pinned)
+    assert all(tier.pin(extents * 2, until_ms=None))
+    assert sums <= 2
+    monkeypatch.undo()
+    tier.close()
+
+
+def test_where_the_journal_needs_a_whole_file_to_go_it_is_one_that_nobody_was_promised() -> None:
+    times, disk = Times(), CrashDisk()
+    tier = open_tier(disk, times, capacity_bytes=SMALL)
+    promised = [save(tier, seed, AGENT, times=times) for seed in range(12)]
+    others = [save(tier, seed) for seed in range(100, 106)]
+    tier.touch(others)  # the promised ones were used longest ago
+    store = tier._store
+    files = {info(tier, extent).where.split(",")[0] for extent in promised}
+    alone = [extent for extent in others if info(tier, extent).where.split(",")[0] not in files]
+    assert alone
+    with store.turn(), store.charging():
+        drop_files(store, 1)
+        gone = {extent for extent in (*promised, *others) if tier.info(extent) is None}
+        assert gone
+        assert gone <= set(alone)
+        assert "guarantee_broken_extents" not in tier.statistics().counters
+        drop_files(store, SMALL)
+    counters = tier.statistics().counters
+    assert counters["guarantee_broken_extents"] >= len(promised)
+    assert counters["evicted_capacity"] == len(promised) + len(others)
+    assert tier.check() == []
     tier.close()
 
 

@@ -301,7 +301,7 @@ def _stat(cached: Cached) -> dict[str, Any]:
 def _paused(config: CacheConfig, root: Path, free_bytes: int, total_bytes: int) -> str:
     """Return why a server stores nothing in a directory now, as far as that can be seen from outside; "" where it does."""
     if os.statvfs(root).f_flag & os.ST_RDONLY:
-        return "its file system is read-only; remount it, storing then goes on by itself"
+        return "its file system is read-only; remount it, and restart a server that was started on it like that"
     min_free_bytes = parse_size(config.min_free, of_bytes=total_bytes)
     if free_bytes <= min_free_bytes:
         return f"cache.min_free keeps {as_bytes(min_free_bytes)} free for others; free space, or lower it"

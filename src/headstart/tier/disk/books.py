@@ -575,14 +575,22 @@ class Books:
     def is_pinned(self, row: int, now_ms: int) -> bool:
         return self._kept.pinned_ms(row) > now_ms
 
-    def pinned_bytes(self, now_ms: int, *, more: Iterable[int] = (), holes: bool = True) -> int:
-        """Return what pinned extents keep from being given back, those `more` rows included. Without `holes` that is all of the
-        segments that they lie in."""
-        rows = np.union1d(self._kept.pinned(now_ms), np.array(list(more), np.int64)).astype(np.int64)
+    def pinned_bytes(self, now_ms: int) -> int:
+        """Return how many bytes pinned extents take."""
+        return int(self._extent_bytes[self._kept.pinned(now_ms)].sum())
+
+    def kept_by_pins(self, rows: Iterable[int], *, holes: bool) -> dict[int, int]:
+        """Return what cannot be given back while these rows are pinned, in parts by number, so that no part counts twice: the
+        extents, or, without `holes`, the segments that they lie in."""
         if holes:
-            return int(self._extent_bytes[rows].sum())
-        segments = [self._numbered[number] for number in np.unique(self._segment[rows]).tolist()]
-        return sum(max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments)
+            return {row: int(self._extent_bytes[row]) for row in rows}
+        segments = [self._numbered[number] for number in {int(self._segment[row]) for row in rows}]
+        return {s.number: max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments}
+
+    def pinned(self, now_ms: int) -> list[int]:
+        """Return the rows that are pinned."""
+        rows: list[int] = self._kept.pinned(now_ms).tolist()
+        return rows
 
     def terms_records(self, rows: Iterable[int], *, now_ms: int, added: bool = False) -> list[Record]:
         """Return the promises and pins of rows as a journal says them; `added`: it says as well that they were added."""

@@ -81,7 +81,9 @@ class Disk(Protocol):
         is no regular file (a link is none) is OSError(ELOOP)."""
         ...
 
-    def close(self, handle: Handle) -> None: ...
+    def close(self, handle: Handle) -> None:
+        """Let go of a handle. It is gone whatever is raised: its number may be another file's by then."""
+        ...
 
     def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill every buffer, in order, from `offset`; returns the bytes read. Where the file ends before that, raises

@@ -156,15 +156,29 @@ def _by_extent(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArra
 
 def _by_segment(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
     """The same where no holes can be made: space comes back segment by segment, each worth as much as what is best in it."""
+    files = _files_of(store, weighed)
+    chosen = choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=needed_bytes)
+    return np.flatnonzero(np.isin(files.member, chosen)) if files.charged[chosen].sum() >= needed_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files that weighed extents lie in, each worth as much as what is best in it; extent i lies in file `member[i]`."""
+
+    segments: list[Segment]
+    worth: Worth
+    charged: npt.NDArray[np.int64]
+    member: npt.NDArray[np.intp]
+
+
+def _files_of(store: Store, weighed: _Weighed) -> _Files:
     numbers, member = np.unique(weighed.segments, return_inverse=True)
     worth = weighed.worth.of_groups(member, len(numbers))
-    files = [store.books.numbered(int(number)) for number in numbers]
+    segments = [store.books.numbered(int(number)) for number in numbers]
     waiting = {segment.number for segment, _, _ in store.waiting}
-    stays = np.array([not segment.settled or segment.number in waiting for segment in files], np.bool_)
-    charged = np.array([segment.allocated_bytes for segment in files], np.int64)
-    worth = replace(worth, held=worth.held | stays)
-    chosen = choose_victims(worth=worth, nbytes=charged, needed_bytes=needed_bytes)
-    return np.flatnonzero(np.isin(member, chosen)) if charged[chosen].sum() >= needed_bytes else None
+    stays = np.array([not segment.settled or segment.number in waiting for segment in segments], np.bool_)
+    charged = np.array([segment.allocated_bytes for segment in segments], np.int64)
+    return _Files(segments, replace(worth, held=worth.held | stays), charged, member)
 
 
 def remove_chosen(
@@ -206,26 +220,26 @@ def _batches(store: Store, extents: Sequence[ExtentId]) -> Iterator[list[ExtentI
 
 
 def drop_files(store: Store, needed_bytes: int) -> None:
-    """Remove whole segment files, least recently used first, until so many bytes are free: the way to make room without a byte
+    """Remove whole segment files, the least worthy first, until so many bytes are free: the way to make room without a byte
     for the journal. What was in a file that is gone is gone, whatever journals say."""
     start = store.allocated_bytes
-    with store.lock:
-        books, now_ms = store.books, store.now_ms()
-        used = [
-            (max((books.last_used(row) for row in segment.rows.values()), default=0), segment.number, segment)
-            for segment in books.segments.values()
-            if segment.opened and segment.settled and not segment.gone
-            if not any(books.leases(row) or books.is_pinned(row, now_ms) for row in segment.rows.values())
-        ]
-    for _, _, segment in sorted(used):
+    give_back_empty(store)
+    weighed = weigh(store, set())
+    files = _files_of(store, weighed)
+    promised = weighed.worth.promised_ms > store.now_ms()
+    for place in choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=1 + int(files.charged.sum())).tolist():
         if start - store.allocated_bytes >= needed_bytes:
             return
+        segment, inside = files.segments[place], files.member == place
         with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
-            if handle is not None:
-                store.counters.add("evicted_capacity", len(segment.rows))
-                with contextlib.suppress(OSError):
-                    store.disk.truncate(handle, 0)  # as `_empty` does
-                unlink(store, segment)  # whoever appends to it finds it gone, and begins another
+            if handle is None:
+                continue
+            with contextlib.suppress(OSError):
+                store.disk.truncate(handle, 0)  # as `_empty` does
+            unlink(store, segment)  # whoever appends to it finds it gone, and begins another
+        if segment.gone:
+            store.counters.add("evicted_capacity", int(np.count_nonzero(inside)))
+            store.promises.broken(weighed.nbytes[inside & promised].tolist())
 
 
 def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[ExtentId]:
@@ -245,8 +259,11 @@ def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[Ex
             if not books.leases(row):
                 books.set_leases(row, CONDEMNED)
                 free.append(extent)
-    locks = {extent: handle for extent in free if (handle := _lock_bytes(store, *places[extent])) is not None}
+    locks: dict[ExtentId, Handle] = {}
     try:
+        for extent in free:
+            if (handle := _lock_bytes(store, *places[extent])) is not None:
+                locks[extent] = handle
         going = list(places if corrupt else locks)
         records = removed_records(store.now_ms(), reason, [names[extent] for extent in going], quarantined=corrupt)
         try:

@@ -32,7 +32,7 @@ from headstart.tier.disk.durable import sync_found
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
-from headstart.tier.disk.pause import FULL, GONE, LOST, SHORT, Pause, told
+from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, told
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
@@ -63,7 +63,9 @@ class Store:
         wall_clock: Callable[[], float],
         counters: Counters,
         retention: Retention,
+        only_read: str = "",
     ) -> None:
+        """`only_read`: why nothing may be changed here, "" where it may."""
         self.disk = disk
         self.directory = directory
         self.books = books
@@ -94,6 +96,9 @@ class Store:
         self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
         self.pauses = Pause(directory.root, clock)
+        self.only_read = bool(only_read)
+        if only_read:
+            self.pauses.begin_for_good(only_read)
         self.upkeep = Upkeep(self, journal, reserve_bytes=reserve_bytes, sync=sync)
         self.promises = Promises(self)
         self._closed = False
@@ -149,13 +154,13 @@ class Store:
         return self.marker.hold(charging=False)
 
     @contextmanager
-    def charging(self, *, wait_s: float = ALONE_S) -> Iterator[bool]:
+    def charging(self, *, wait_s: float | None = None) -> Iterator[bool]:
         """Be the only process that makes the file system charge more for the directory, and know what it charges now. False:
         another process was too long about it, or what it did could not be followed. Raises OSError."""
-        outermost = not self.marker.held
+        outermost, wait_s = not self.marker.held, ALONE_S if wait_s is None else wait_s
         with self.marker.hold(charging=True, wait_s=wait_s) as alone:
             if not alone and wait_s:
-                self.pause(f"another process has been writing for {wait_s:.0f} s")
+                self.pauses.begin(f"another process has been writing for {wait_s:.0f} s", for_s=BUSY_S)
             if alone and outermost:
                 alone = self.follow()
                 if alone and (self.marker.unsure or self.opening):
@@ -319,7 +324,7 @@ class Store:
             yield False
             return
         try:
-            yield not self._closed and not self.forked
+            yield not (self._closed or self.forked or self.only_read)
         finally:
             self._turn.release()
 
