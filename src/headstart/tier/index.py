@@ -104,6 +104,12 @@ class BlockIndex:
         start, end = self._run(extent)
         return self._prefixes[start:end].copy().view(np.uint8)
 
+    def keys_of_all(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """As `keys` for extents that are all here, one behind the other, and how many keys each has."""
+        counts = self._counts[extents].astype(np.int64)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self._prefixes[np.repeat(self._firsts[extents].astype(np.int64), counts) + within].view(np.uint8), counts
+
     def count(self, extent: int) -> int:
         """Return how many blocks an extent has."""
         return int(self._counts[extent]) if 0 <= extent < len(self._counts) else 0

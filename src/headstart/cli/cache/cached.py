@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import click
+import numpy as np
+import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
@@ -23,6 +25,7 @@ from headstart.config import CacheConfig
 from headstart.errors import ConfigError, NotThere, StoreError
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentInfo
+from headstart.tier.columns import ExtentColumns
 from headstart.tier.devices import Entry, devices_of
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk import DiskTier
@@ -108,16 +111,13 @@ class Cached:
         self.devices = devices or {}
         self.config = config
         self.now_ms = int(time.time() * 1000)
-        self.extents: list[ExtentInfo] = []
-        self.look_of: list[Look] = []
-        for look in looks:
-            found = look.extents()
-            self.extents += found
-            self.look_of += [look] * len(found)
+        self._columns = [look.columns() for look in looks]
+        self.extents = _Extents(looks, [len(part) for part in self._columns])
+        self.look_of = [look for look, part in zip(looks, self._columns, strict=True) for _ in range(len(part))]
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        return Prefixes(self.extents)
+        return Prefixes(ExtentColumns.joined(self._columns), self.extents)
 
     def representation(self, digest: bytes) -> Representation | None:
         return next((found for look in self.looks if (found := look.representation(digest)) is not None), None)
@@ -129,6 +129,11 @@ class Cached:
 
     def is_called(self, digest: bytes, text: str) -> bool:
         return digest.hex().startswith(text.lower()) or text in self.name_of(digest)
+
+    def listed(self, wanted: Wanted) -> list[Prefix]:
+        """As `chosen`, for whoever looks at nothing else and reads nothing: what is inside prefixes is not fetched."""
+        self.extents.fetch(self.prefixes.ends)
+        return self.chosen(wanted)
 
     def chosen(self, wanted: Wanted) -> list[Prefix]:
         return [prefix for prefix in self.prefixes.all() if wanted.fits(self, prefix.info, self.now_ms)]
@@ -176,6 +181,44 @@ class Cached:
             for first in range(0, len(mine), _BATCH):
                 batch = mine[first : first + _BATCH]
                 yield tier, {i: here for i in batch if (here := found.get(self.extents[i].where)) is not None}
+
+
+class _Extents(Sequence[ExtentInfo]):
+    """The extents of several looks, of which a million take seconds to make: all, when the first one is asked for (later, looks
+    may know of other ones), or only some before that."""
+
+    def __init__(self, looks: Sequence[Look], counts: Sequence[int]) -> None:
+        self._looks = looks
+        self._counts = counts
+        self._some: dict[int, ExtentInfo] = {}
+        self._all: list[ExtentInfo] | None = None
+
+    def fetch(self, places: npt.NDArray[np.int64]) -> None:
+        first = 0
+        for look, count in zip(self._looks, self._counts, strict=True):
+            mine = places[(places >= first) & (places < first + count)]
+            self._some |= dict(zip(mine.tolist(), look.extents(mine - first), strict=True))
+            first += count
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    @overload
+    def __getitem__(self, place: int) -> ExtentInfo: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[ExtentInfo]: ...
+    def __getitem__(self, place: int | slice) -> ExtentInfo | Sequence[ExtentInfo]:
+        if isinstance(place, int) and (found := self._some.get(place)) is not None:
+            return found
+        return self._whole()[place]
+
+    def __iter__(self) -> Iterator[ExtentInfo]:
+        return iter(self._whole())
+
+    def _whole(self) -> list[ExtentInfo]:
+        if self._all is None:
+            self._all = [info for look in self._looks for info in look.extents()]
+        return self._all
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def ls(
     """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
     extents that it lies in, so what prefixes share is counted with each of them; `du` counts once."""
     with looked(directories, config_file) as cached:
-        found = sorted(cached.chosen(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
+        found = sorted(cached.listed(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
         shown = [_facts(cached, prefix) for prefix in found[:limit]]
     if as_json:
         click.echo(json.dumps({"prefixes": shown, "total": len(found)}))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
@@ -473,12 +474,16 @@ class Books:
         """As `info`, for many at once: column by column, since 250,000 of them are looked at together."""
         expires_ms = self._kept.expires_ms(rows, self._created_ms[rows])
         promised_ms = np.minimum(self._kept.promised_ms[rows], expires_ms)
-        parents = self._parent[rows].tobytes()
-        numbers, where = self._segment[rows].tolist(), {}
-        for number in set(numbers):
-            segment = self._numbered[number]
-            where[number] = (segment.representation, segment.name.file, self._index(segment.representation))
+        shape = self.columns(rows)
+        parents, blob = shape.parents.tobytes(), shape.keys.tobytes()
+        end = shape.ends * PREFIX_BYTES
+        numbers = self._segment[rows].tolist()
+        where = {
+            number: (self._numbered[number].representation, self._numbered[number].name.file) for number in set(numbers)
+        }
         columns = (
+            end - shape.blocks * PREFIX_BYTES,
+            end,
             rows | self._generation[rows] << _GENERATION_SHIFT,
             self._offset[rows],
             self._extent_bytes[rows],
@@ -493,6 +498,8 @@ class Books:
         for n, (
             row,
             number,
+            first,
+            last,
             one,
             offset,
             extent_bytes,
@@ -503,15 +510,14 @@ class Books:
             promised,
             expires,
         ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
-            representation, file, index = where[number]
-            prefixes = index.keys(row).tobytes()
+            representation, file = where[number]
             pinned_ms = self._kept.pinned_ms(row)
             found.append(
                 ExtentInfo(
                     id=ExtentId(one),
                     representation=representation,
-                    keys=tuple(prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)),
-                    blocks=len(prefixes) // PREFIX_BYTES,
+                    keys=tuple([blob[at : at + PREFIX_BYTES] for at in range(first, last, PREFIX_BYTES)]),
+                    blocks=(last - first) // PREFIX_BYTES,
                     header_bytes=header_bytes,
                     extent_bytes=extent_bytes,
                     created_ms=created_ms,
@@ -527,6 +533,23 @@ class Books:
                 )
             )
         return found
+
+    def columns(self, rows: npt.NDArray[np.int64]) -> ExtentColumns:
+        """Return what prefixes are made of, of many extents at once."""
+        numbers, member = np.unique(self._segment[rows], return_inverse=True)
+        of_segment = [self._numbered[number].representation for number in numbers.tolist()]
+        names = tuple(dict.fromkeys(of_segment))
+        representation = np.array([names.index(name) for name in of_segment], np.int64)[member]
+        blocks, parts = np.zeros(len(rows), np.int64), []
+        for n, name in enumerate(names):
+            mine = np.flatnonzero(representation == n)
+            part, blocks[mine] = self._index(name).keys_of_all(rows[mine])
+            parts.append(part)
+        keys = np.zeros((int(blocks.sum()), PREFIX_BYTES), np.uint8)
+        owners = np.repeat(representation, blocks)
+        for n, part in enumerate(parts):
+            keys[owners == n] = part
+        return ExtentColumns(names, representation, blocks, self._extent_bytes[rows], self._parent[rows], keys)
 
     def living(self) -> npt.NDArray[np.int64]:
         """Return the rows of all living extents."""

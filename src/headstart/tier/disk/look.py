@@ -10,11 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.books import Books, Removal
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, RealDisk
@@ -63,8 +67,14 @@ class Look:
     def segments(self) -> int:
         return sum(segment.opened and not segment.gone for segment in self._books.segments.values())
 
-    def extents(self) -> list[ExtentInfo]:
-        return self._books.infos(self._books.living())
+    def extents(self, some: npt.NDArray[np.int64] | None = None) -> list[ExtentInfo]:
+        """Return all extents, or those that have these places among all."""
+        rows = self._books.living()
+        return self._books.infos(rows if some is None else rows[some])
+
+    def columns(self) -> ExtentColumns:
+        """Return what prefixes are made of, of all extents."""
+        return self._books.columns(self._books.living())
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first."""
