@@ -75,6 +75,20 @@ def test_bytes_written_are_told_for_each_token_that_hit() -> None:
     assert samples(CacheStatistics(tiers=tiers, counters={}), name) == {}  # nothing hit yet
 
 
+def test_live_bytes_are_told_by_class_and_by_the_largest_tenants() -> None:
+    tenants = {f"tenant {n:03}": 1000 - n for n in range(150)}
+    statistics = CacheStatistics(
+        tiers=(replace(tier("disk"), live_bytes_by_class={"agent": 5, "chat": 3}, live_bytes_by_tenant=tenants),), counters={}
+    )
+    found = [sample for family in _cache_metrics(statistics, ("m", "0")) for sample in family.samples]
+    classes = {s.labels["class"]: s.value for s in found if s.name == "headstart_tier_live_bytes_by_class"}
+    told = {s.labels["tenant"]: s.value for s in found if s.name == "headstart_tier_live_bytes_by_tenant"}
+    assert classes == {"agent": 5, "chat": 3}
+    assert len(told) == 101
+    assert (told["tenant 000"], told["tenant 099"]) == (1000, 901)
+    assert sum(told.values()) == sum(tenants.values())
+
+
 def test_devices_of_a_tier_are_told_apart_in_metrics_and_in_health() -> None:
     devices = (replace(tier("0a", bytes_read=7), paused=""), replace(tier("1b"), paused="its reads fail"))
     statistics = CacheStatistics(tiers=(replace(tier("disk"), devices=devices),), counters={})

@@ -51,6 +51,7 @@ FILES = {
     "sharing": "tier/disk/test_disk_sharing.py",
     "strangers": "tier/disk/test_disk_strangers.py",
     "pressure": "tier/disk/test_disk_pressure.py",
+    "only read": "tier/disk/test_disk_only_read.py",
     "wrong": "tier/disk/test_disk_wrong_use.py",
     "writing": "tier/disk/test_disk_writing.py",
     "door": "tier/disk/test_disk_door.py",
@@ -242,10 +243,12 @@ C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhe
 C137  Without allocation ahead and holes everything works, by what is charged.
       directories · test_without_fallocate_everything_is_stored_served_and_bounded
       writing · test_holes_that_cannot_be_made_do_not_empty_the_tier
-C138  A directory is private to its user whatever the umask; to another one it is a miss and a sentence.
+C138  A directory is private to its user whatever the umask; to another one a miss and a sentence, or readable.
       directories · test_another_users_directory_is_a_miss_and_a_sentence
       reopen · test_directories_and_files_are_private
       wrong · test_a_directory_that_cannot_be_written
+      only read · test_a_read_only_mount_serves_hits_and_skips_stores_with_one_warning
+      only read · test_another_users_files_that_may_be_read_are_hits_and_nothing_of_them_changes
 """
 
 ELSEWHERE = {

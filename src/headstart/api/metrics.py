@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _LABELS = ("model_name", "engine")
+_MOST_NAMES = 100  # of classes and of tenants: anybody may name one
 # Counters named <kind>_<something>, and what the something is.
 _KINDS = {
     **dict.fromkeys(("deleted", "evicted", "load_failed", "match_missed", "quarantined", "read_failed"), "reason"),
@@ -161,6 +162,10 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
         for tier in statistics.tiers:
             gauge.add_metric((*labels, tier.name), getattr(tier, measure))
         yield gauge
+    classes = [((*labels, tier.name), tier.live_bytes_by_class) for tier in statistics.tiers]
+    yield _live_bytes("headstart_tier_live_bytes_by_class", "class", classes)
+    tenants = [((*labels, tier.name), tier.live_bytes_by_tenant) for tier in statistics.tiers]
+    yield _live_bytes("headstart_tier_live_bytes_by_tenant", "tenant", tenants)
     paused = GaugeMetricFamily(
         "headstart_tier_paused", "1 while the tier stores nothing; the log and /health say why.", labels=with_tier
     )
@@ -180,6 +185,19 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
     yield ratio
     rows = [((*labels, tier.name), tier.counters) for tier in statistics.tiers]
     yield from _counters("headstart_tier", "A counter of the tier.", with_tier, rows)
+
+
+def _live_bytes(metric: str, what: str, rows: Sequence[tuple[Sequence[str], Mapping[str, int]]]) -> Metric:
+    """Return how many bytes are of each: the largest ones apart and the others as "*", so that the series are bounded."""
+    about = f"Bytes that can be found, by {what}; '*' are all that are not among the {_MOST_NAMES} largest."
+    family = GaugeMetricFamily(metric, about, labels=(*_LABELS, "tier", what))
+    for labels, sums in rows:
+        names = sorted(sums, key=lambda name: (-sums[name], name))
+        for name in names[:_MOST_NAMES]:
+            family.add_metric((*labels, name), sums[name])
+        if others := sum(sums[name] for name in names[_MOST_NAMES:]):
+            family.add_metric((*labels, "*"), others)
+    return family
 
 
 def _device_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
