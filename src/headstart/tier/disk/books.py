@@ -45,6 +45,7 @@ from headstart.tier.growing import Maps
 from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
+GONE_KEPT = 4096  # segments that are no more and are still known by name
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
@@ -127,7 +128,9 @@ class Books:
         self.allocated_bytes = 0  # of all segments
         self.blocks = 0
         self.extents = 0
-        self._numbered: list[Segment] = []
+        self._numbered: dict[int, Segment] = {}
+        self._next_number = 0
+        self._forget_at = GONE_KEPT
         self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
         self._free = array("I")
         self._used_rows = 0
@@ -206,8 +209,8 @@ class Books:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = Segment(name, len(self._numbered))
-            self._numbered.append(segment)
+            segment = self.segments[name] = self._numbered[self._next_number] = Segment(name, self._next_number)
+            self._next_number += 1
         return segment
 
     def forget_segment(self, segment: Segment) -> None:
@@ -217,6 +220,18 @@ class Books:
         segment.gone = True
         self.charge(segment, 0)
         segment.dead.clear()
+
+    def forget_long_gone(self) -> None:
+        """Of segments that are gone, or only named by removals, know no more than the last ones mentioned first: a directory is
+        in use for years. A journal that speaks of an older one yet finds no file, as it would have anyway. For whoever holds no
+        segment: in turn, between two changes."""
+        if len(self.segments) < self._forget_at:
+            return
+        idle = [s for s in self.segments.values() if not (s.rows or s.allocated_bytes) and (s.gone or not s.opened)]
+        for segment in idle[:-GONE_KEPT]:
+            del self.segments[segment.name]
+            del self._numbered[segment.number]
+        self._forget_at = len(self.segments) + GONE_KEPT
 
     def charge(self, segment: Segment, allocated_bytes: int) -> None:
         """Note what the file system charges for a segment."""

@@ -120,6 +120,8 @@ class Upkeep:
         """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""
         try:
             give_back_waiting(self._store)
+            with self._store.lock:
+                self._store.books.forget_long_gone()
             if (self._touched or self._store.promises.pending) and self.touches_due:
                 self.flush_touches()
             if self.journal.size >= self.renew_at:
