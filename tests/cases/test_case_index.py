@@ -235,6 +235,7 @@ C120  A clock that jumps ends no life early and makes none eternal; leases know 
 C122  Of two classes the longer one wins in either order, and a head is kept with its tail.
       retention · test_of_two_classes_the_longer_one_holds_whichever_came_first
       retention · test_a_head_that_is_kept_with_its_tail_is_promised_as_much
+      retention · test_a_head_grows_as_old_as_what_continues_it
 C123  Nothing is executed from what is read.
       absences · test_nothing_runs_what_it_reads
 C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhere.

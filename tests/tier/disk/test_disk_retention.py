@@ -278,6 +278,36 @@ def test_what_is_older_than_its_ceiling_goes_though_there_is_room() -> None:
     tier.close()
 
 
+@pytest.mark.parametrize(("classes", "blocks_left"), [(("short", "long"), 6), (("long", "short"), 4), (("short", "short"), 0)])
+def test_a_head_grows_as_old_as_what_continues_it(classes: tuple[str, str], blocks_left: int) -> None:
+    times = Times()
+    tier = open_tier(CrashDisk(), times, retention=Retention.of("short=1d..3d, long=1d..7d"))
+    kv = prompt(6, seed=1)
+
+    def put_part(first: int, retention: str) -> None:
+        part = kv.image(first, 2, created_ms=int(times.wall_s * 1000))
+        assert tier.write(part, TINY, terms=Terms(retention)).stored
+
+    def there_are() -> int:
+        tend(tier, times)
+        return int((tier.locate(TINY.digest, kv.keys).extents >= 0).sum())
+
+    put_part(0, "short")
+    times.pass_s(DAY_S)
+    put_part(2, classes[0])
+    put_part(4, classes[1])
+    save(tier, 9, Terms("short"), times=times)
+    times.pass_s(2 * DAY_S + 600)
+    assert there_are() == 6, "nothing of it is left alone by its head"
+    times.pass_s(DAY_S)
+    assert there_are() == blocks_left
+    assert there(tier, [9]) == set(), "what nothing continues goes at its own time"
+    times.pass_s(4 * DAY_S)
+    assert there_are() == 0
+    assert tier.check() == []
+    tier.close()
+
+
 def test_the_longest_ceiling_of_its_classes_holds_across_restarts() -> None:
     retention = Retention.of("firm=3d..4d, old=1d..20d")
     for order in (("firm", "old"), ("old", "firm")):

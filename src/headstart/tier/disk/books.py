@@ -570,6 +570,11 @@ class Books:
         """Return the rows of all living extents."""
         return np.flatnonzero(self._alive[: self._used_rows])
 
+    def living_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids of all living extents."""
+        rows = self.living()
+        return rows | self._generation[rows] << _GENERATION_SHIFT
+
     def candidates(self, now_ms: int) -> Candidates:
         """Return a copy of what a choice among all living extents needs."""
         rows = self.living()

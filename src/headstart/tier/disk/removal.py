@@ -34,6 +34,7 @@ _SHARE = 64  # such a part of the capacity is freed at once: a full cache does n
 _REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
 _BATCH = 64  # extents removed at once: what a lookup may have to wait for
 EXPIRE_INTERVAL_S = 10.0
+_EXPIRE_SHARE = 1 / 50  # of the time at most, where there are very many
 PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
 _PART = 4096  # parents looked up at once, for the same reason
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -94,17 +95,28 @@ def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
 
 
 def expire(store: Store) -> bool:
-    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more. Looks at
-    all of them, so it does that now and then only."""
-    if store.clock() < store.promises.expire_due:
+    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more. One that a
+    younger one continues stays as long as that: what is in it is in a younger prompt too. Looks at all of them, so it does that
+    now and then only."""
+    begun = store.clock()
+    if begun < store.promises.expire_due:
         return False
     with store.lock:
-        due = store.books.expired(store.now_ms())[:_BATCH]
-    removed = remove(store, due, reason="expired")
+        over = np.array(store.books.expired(store.now_ms()), np.int64)
+    removed = remove(store, _not_continued(store, over)[:_BATCH], reason="expired") if len(over) else []
     store.counters.add("evicted_expired", len(removed))
-    more = len(removed) == _BATCH
-    store.promises.expire_due = store.clock() + (0 if more else EXPIRE_INTERVAL_S)
+    more, now = len(removed) == _BATCH, store.clock()
+    store.promises.expire_due = now + (0 if more else max(EXPIRE_INTERVAL_S, (now - begun) / _EXPIRE_SHARE))
     return more
+
+
+def _not_continued(store: Store, over: npt.NDArray[np.int64]) -> list[ExtentId]:
+    """Return those of extents that no other ones continue."""
+    with store.lock:
+        living = store.books.living_ids()
+    stays = (~np.isin(living, over)).astype(np.int64)
+    most_of_descendants([stays], _parents(store, living))
+    return [ExtentId(extent) for extent in living[stays == 0].tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +142,26 @@ def weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) ->
     if pinned_bytes <= store.capacity_bytes // PINNED_SHARE:
         held |= pinned
     promised_ms = np.where(pinned, FOREVER_MS, candidates.promised_ms)
-    parents = np.full(len(candidates.ids), -1, np.int64)
-    for first in range(0, len(parents), _PART):
-        with store.lock:
-            parents[first : first + _PART] = books.parents(candidates.ids[first : first + _PART])
-    # Rows to places among the candidates; what came or went meanwhile is not among them.
-    rows = candidates.ids & ROW_MASK
-    place = np.full(max(int(rows.max(initial=-1)), int(parents.max(initial=-1))) + 1, -1, np.int64)
-    place[rows] = np.arange(len(rows))
-    parents = np.where(parents >= 0, place[parents], -1)
+    parents = _parents(store, candidates.ids)
     if tenant is not None:
         foreign = (candidates.tenants != books.tenant_number(tenant)).astype(np.int64)
         most_of_descendants([foreign], parents)
         held |= foreign != 0
     worth = worth_of(last_used=candidates.last_used, promised_ms=promised_ms, held=held, parents=parents, now_ms=now_ms)
     return _Weighed(candidates.ids, candidates.segments, candidates.nbytes, worth)
+
+
+def _parents(store: Store, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return for each extent the place among them of the one that it continues, or -1. The lock is held for some at a time."""
+    parents = np.full(len(ids), -1, np.int64)
+    for first in range(0, len(parents), _PART):
+        with store.lock:
+            parents[first : first + _PART] = store.books.parents(ids[first : first + _PART])
+    # From rows to places; what came or went meanwhile is not among them.
+    rows = ids & ROW_MASK
+    place = np.full(max(int(rows.max(initial=-1)), int(parents.max(initial=-1))) + 1, -1, np.int64)
+    place[rows] = np.arange(len(rows))
+    return np.where(parents >= 0, place[parents], -1)
 
 
 def _by_extent(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
