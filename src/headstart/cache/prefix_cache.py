@@ -31,8 +31,9 @@ from headstart.block.representation import Representation
 from headstart.cache.faults import counted
 from headstart.cache.lease import Lease
 from headstart.cache.lookup import Pieces, Run, longest_prefix, pieces_of
-from headstart.cache.saver import Saver, SaveRequest, SaveResult, Ticket
+from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
+from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Problem, Terms, Tier, TierStatistics

@@ -22,6 +22,7 @@ from headstart.tier.base import DEFAULT_TERMS, ExtentId, ExtentInfo, Terms
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.books import Books
 from headstart.tier.disk.door import Disk
+from headstart.tier.disk.evicting import drop_files
 from headstart.tier.disk.promises import BROKEN_INTERVAL_S
 from headstart.tier.disk.records import (
     ClassRaised,
@@ -34,7 +35,6 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentOpened,
 )
-from headstart.tier.disk.removal import drop_files
 
 DAY_S = 86_400.0
 DAY_MS = 86_400_000

@@ -18,6 +18,7 @@ from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders, survey
 from headstart.tier.disk.door import Handle
+from headstart.tier.disk.evicting import keep_within_quota
 from headstart.tier.disk.records import (
     ExtentAdded,
     ExtentName,
@@ -26,7 +27,7 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentSealed,
 )
-from headstart.tier.disk.removal import keep_within_quota, measure, measure_stale, measure_unexplained, unlink
+from headstart.tier.disk.removal import measure, measure_stale, measure_unexplained, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from headstart.tier.disk.directory import DEVICES, MARKER, Directory
 from headstart.tier.disk.door import Disk
-from headstart.tier.disk.removal import evict, measure
+from headstart.tier.disk.evicting import evict
+from headstart.tier.disk.removal import measure
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId, Terms
+from headstart.tier.disk.evicting import PINNED_SHARE
 from headstart.tier.disk.records import ExtentName, Pin, Pinned, Record, plausible_ms
-from headstart.tier.disk.removal import PINNED_SHARE
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

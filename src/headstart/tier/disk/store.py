@@ -29,13 +29,14 @@ from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.durable import sync_found
+from headstart.tier.disk.evicting import evict
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
 from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, told
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
-from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
+from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, remove, unlink
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
