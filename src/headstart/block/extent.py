@@ -61,7 +61,7 @@ __all__ = [
     "verify_chain",
 ]
 
-_MAGIC = b"HSEXTENT"
+MAGIC = b"HSEXTENT"
 _ALGORITHMS = {number: name for name, number in ALGORITHM_IDS.items()}
 _FLAG_EXTRAS = 1
 _FLAG_VARIES = 2
@@ -188,7 +188,7 @@ def encode_header(header: ExtentHeader, representation: Representation) -> bytes
     extras_bytes = sum(map(len, header.extras))
     retention = encode_retention(header.retention)
     fixed = _FIXED.pack(
-        _MAGIC,
+        MAGIC,
         FORMAT_VERSION,
         layout.header_bytes,
         bytes(CHECK_BYTES),
@@ -233,7 +233,7 @@ def header_bytes_of(data: Buffer) -> int:
     if len(view) < _HEAD.size:
         raise ExtentCorrupt(f"an extent's header starts with {_HEAD.size} bytes, {len(view)} are there", reason="truncated")
     magic, version, header_bytes, _ = _HEAD.unpack_from(view)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise ExtentCorrupt(f"no extent starts here: magic {magic.hex()}", reason="magic")
     if version != FORMAT_VERSION:
         raise ExtentCorrupt(

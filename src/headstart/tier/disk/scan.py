@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headstart.block.extent import decode_header, header_bytes_of
+import numpy as np
+
+from headstart.block.extent import MAGIC, decode_header, header_bytes_of
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.disk.door import Disk, Handle
@@ -21,7 +23,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader, decode_segment_header
 
 _WINDOW_BYTES = 1 << 20
-_FRONT_BYTES = 32  # of an extent: enough to know how long its header is
+_FRONT_BYTES = 64 << 10  # of an extent: nearly all headers
 
 
 def scan_segment(disk: Disk, handle: Handle, name: SegmentName) -> list[Record]:
@@ -44,34 +46,51 @@ def scan_segment(disk: Disk, handle: Handle, name: SegmentName) -> list[Record]:
 def _scan_extents(
     disk: Disk, handle: Handle, header: SegmentHeader, representation: Representation, size: int
 ) -> list[ExtentAdded]:
+    """An extent is mostly followed by the next one, so only as much is read there as a header takes. Where none is, the next
+    one is looked for in every OS page: a hole is there, or the inside of an extent whose header is gone."""
     found: list[ExtentAdded] = []
-    offset = header.header_bytes
-    window, start = memoryview(b""), 0
+    offset, nbytes = header.header_bytes, _FRONT_BYTES
     while offset + ALIGNMENT <= size:
-        if offset + ALIGNMENT > start + len(window):
-            start, window = offset, _read(disk, handle, offset, min(_WINDOW_BYTES, size - offset))
+        window = _read(disk, handle, offset, min(nbytes, (size - offset) // ALIGNMENT * ALIGNMENT))
         added = None
-        try:
-            nbytes = header_bytes_of(window[offset - start : offset - start + _FRONT_BYTES])
-            if offset + nbytes <= size:
-                added = _extent_at(disk, handle, header.segment, representation, offset, nbytes)
-        except ExtentCorrupt:
-            pass  # a hole, or the inside of an extent whose header is gone: look at the next OS page
-        if added is None or offset + added.extent_bytes > size:
-            offset += ALIGNMENT
+        for at in _extents_in(window):
+            added = _extent_at(disk, handle, header.segment, representation, offset + at, window[at:], size)
+            if added is not None:
+                break
+        if added is None:
+            offset, nbytes = offset + len(window), _WINDOW_BYTES
         else:
             found.append(added)
-            offset += added.extent_bytes
+            offset, nbytes = added.extent.offset + added.extent_bytes, _FRONT_BYTES
     return found
 
 
+def _extents_in(window: memoryview) -> list[int]:
+    """Return where extents may begin."""
+    pages = np.frombuffer(window, np.uint8).reshape(-1, ALIGNMENT)[:, : len(MAGIC)]
+    places: list[int] = (np.flatnonzero((pages == np.frombuffer(MAGIC, np.uint8)).all(axis=1)) * ALIGNMENT).tolist()
+    return places
+
+
 def _extent_at(
-    disk: Disk, handle: Handle, segment: SegmentName, representation: Representation, offset: int, header_bytes: int
-) -> ExtentAdded:
-    header = decode_header(_read(disk, handle, offset, header_bytes), representation)
+    disk: Disk, handle: Handle, segment: SegmentName, representation: Representation, offset: int, data: memoryview, size: int
+) -> ExtentAdded | None:
+    """Return the extent at `offset`, where `data` lies, or None where there is none that lies wholly in the file."""
+    try:
+        header_bytes = header_bytes_of(data)
+        if offset + header_bytes > size:
+            return None
+        if header_bytes > len(data):
+            data = _read(disk, handle, offset, header_bytes)
+        header = decode_header(data[:header_bytes], representation)
+    except ExtentCorrupt:
+        return None
+    extent_bytes = header.layout(representation).extent_bytes
+    if offset + extent_bytes > size:
+        return None
     return ExtentAdded(
         ExtentName(segment, offset),
-        header.layout(representation).extent_bytes,
+        extent_bytes,
         header_bytes,
         plausible_ms(header.created_ms),
         0,  # when it was used last is not known: it gives way first
