@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.tier.base import ExtentInfo
-from headstart.tier.columns import PREFIX_BYTES, ExtentColumns
+from headstart.tier.columns import ExtentColumns
+from headstart.tier.index import PREFIX_BYTES
 
 NONE = -1
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.tier.base import ExtentInfo
-
-PREFIX_BYTES = 16  # of a key: what tiers remember
+from headstart.tier.index import PREFIX_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.follow import follow_all
 
-_CHUNK_BYTES = 8 << 20
+_PART_BYTES = 8 << 20
 
 
 class Look:
@@ -116,8 +116,8 @@ class Look:
                 if self._books.row(extent) is None or not self._disk.facts(handle).links:
                     return None
                 image = aligned(nbytes)
-                for at in range(0, nbytes, _CHUNK_BYTES):
-                    part = image[at : at + _CHUNK_BYTES]
+                for at in range(0, nbytes, _PART_BYTES):
+                    part = image[at : at + _PART_BYTES]
                     self._disk.read(handle, [part], offset + at)
                     on_bytes(part.nbytes)
                 return image
