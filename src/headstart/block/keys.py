@@ -117,7 +117,12 @@ def chain(root: bytes, data: bytes, extras: Mapping[int, bytes] | None = None) -
     2,048 blocks (131,072 tokens) are 590 KB to hash: about 1.7 ms, nearly all of it inside SHA-256."""
     keys: list[bytes] = []
     key = root
-    extra = (extras or {}).get
+    if not extras:  # nearly always, and a tenth of the time less
+        for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+            key = sha256(key + data[start : start + _BLOCK_BYTES]).digest()
+            keys.append(key)
+        return cast("list[BlockKey]", keys)
+    extra = extras.get
     for block, start in enumerate(range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES)):
         key = sha256(key + data[start : start + _BLOCK_BYTES] + extra(block, b"")).digest()
         keys.append(key)

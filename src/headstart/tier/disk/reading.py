@@ -48,7 +48,18 @@ class Reading:
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         if self._store.forked:  # locks are the parent's
             return [False] * len(extents)
-        leased = [self._lease(extent) for extent in extents]
+        segments = self._segments(extents)
+        # Each segment's file is looked at once, not for every extent in it: a long prompt has some hundred.
+        handles = {segment: self._hold(segment) for segment in dict.fromkeys(segments) if segment is not None}
+        try:
+            leased = [
+                segment is not None and (handle := handles[segment]) is not None and self._lease(extent, handle)
+                for extent, segment in zip(extents, segments, strict=True)
+            ]
+        finally:
+            for segment, handle in handles.items():
+                if handle is not None:
+                    self._store.files.let_go(segment)
         if any(leased):
             # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
             followed = self._follow()
@@ -104,41 +115,45 @@ class Reading:
                 self._store.files.let_go(held.segment)
             self._held.clear()
 
-    def _lease(self, extent: ExtentId) -> bool:
+    def _segments(self, extents: Sequence[ExtentId]) -> list[Segment | None]:
+        """Return the segment that each extent lies in, None where it is gone or being removed."""
+        books = self._store.books
+        with self._store.lock:
+            rows = [books.row(extent) for extent in extents]
+            return [None if row is None or books.leases(row) < 0 else books.place(row)[0] for row in rows]
+
+    def _lease(self, extent: ExtentId, handle: Handle) -> bool:
+        """Lease one extent of a segment whose file is held meanwhile."""
         store = self._store
-        with store.lock:
-            row = store.books.row(extent)
-            if row is None or store.books.leases(row) < 0:
-                return False
-            segment, offset, nbytes = store.books.place(row)
-        handle = self._hold(segment)
-        if handle is None:
-            return False
         with self._leasing:
             held = self._held.get(extent)
-            first = held is None
-            if held is None:
-                held = _Held(segment, offset, nbytes, handle)
-            leased = self._count(extent, held.count + 1)
-            if leased and first:
-                leased = self._lock_range(handle, offset, nbytes)
-                if not leased:
-                    self._count(extent, 0)
-            if leased:
-                held.count += 1
-                self._held[extent] = held
-        if not (leased and first):
-            store.files.let_go(segment)
-        return leased
-
-    def _count(self, extent: ExtentId, leases: int) -> bool:
-        """Tell the books how many leases an extent has. False where it is gone or being removed."""
-        with self._store.lock:
-            row = self._store.books.row(extent)
-            if row is None or self._store.books.leases(row) < 0:
+            place = self._count(extent, 1 if held is None else held.count + 1)
+            if place is None:
                 return False
-            self._store.books.set_leases(row, leases)
+            if held is None:
+                segment, offset, nbytes = place
+                try:
+                    store.files.hold(segment)  # until the last lease ends
+                except StoreError:  # closed meanwhile
+                    self._count(extent, 0)
+                    return False
+                if not self._lock_range(handle, offset, nbytes):
+                    self._count(extent, 0)
+                    store.files.let_go(segment)
+                    return False
+                held = self._held[extent] = _Held(segment, offset, nbytes, handle)
+            held.count += 1
             return True
+
+    def _count(self, extent: ExtentId, leases: int) -> tuple[Segment, int, int] | None:
+        """Tell the books how many leases an extent has; returns its place, None where it is gone or being removed."""
+        books = self._store.books
+        with self._store.lock:
+            row = books.row(extent)
+            if row is None or books.leases(row) < 0:
+                return None
+            books.set_leases(row, leases)
+            return books.place(row)
 
     def _hold(self, segment: Segment) -> Handle | None:
         """Hold a segment's file. None, and its extents are forgotten, where it is gone or is not what it was."""
