@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from headstart.tier.disk import DiskTier, evicting
 from headstart.tier.disk import store as store_module
 from headstart.tier.disk.books import Books
 from headstart.tier.disk.pause import BUSY_S, STOPPED_S
+from headstart.tier.disk.records import Record, Removed
 from headstart.tier.index import BlockIndex
 
 ROOT = Path("/disk/kv")
@@ -308,6 +310,25 @@ def test_removing_an_extent_looks_only_at_those_that_share_its_blocks(monkeypatc
     assert pointed == [other & 0xFFFFFFFF] * 2
     assert [extent >= 0 for extent in tier.locate(TINY.digest, keys(7)).extents] == [False, True, True, True]
     assert tier.check() == []
+    tier.close()
+
+
+def test_lookups_wait_for_no_more_than_a_part_of_many_removals(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(CrashDisk())
+    for seed in range(150):
+        assert save(tier, seed, pieces=1)
+    parts: list[int] = []
+    apply = Books.apply
+
+    def counting(books: Books, records: list[Record], **terms: Any) -> None:
+        parts.append(sum(len(record.extents) for record in records if isinstance(record, Removed)))
+        apply(books, records, **terms)
+
+    monkeypatch.setattr(Books, "apply", counting)
+    assert tier.delete([extent_of(tier, seed, pieces=1) for seed in range(150)], reason="user") == 150
+    assert sum(parts) == 150
+    assert max(parts) <= 64
+    assert found(tier, range(150), pieces=1) == set()
     tier.close()
 
 

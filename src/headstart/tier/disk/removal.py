@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
 QUARANTINE = "corrupt"
+_AT_ONCE = 64  # extents forgotten under one hold of the books' lock
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _NO_FILE = Handle(-1)
 
@@ -35,8 +36,8 @@ def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[Ex
     places: dict[ExtentId, tuple[Segment, int, int]] = {}
     names: dict[ExtentId, tuple[ExtentName, bytes]] = {}
     free: list[ExtentId] = []
-    with store.lock:
-        for extent in extents:
+    for extent in extents:
+        with store.lock:
             row = books.row(extent)
             if row is None or (books.leases(row) and not corrupt):
                 continue
@@ -51,15 +52,18 @@ def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[Ex
             if (handle := _lock_bytes(store, *places[extent])) is not None:
                 locks[extent] = handle
         going = list(places if corrupt else locks)
-        records = removed_records(store.now_ms(), reason, [names[extent] for extent in going], quarantined=corrupt)
+        now_ms = store.now_ms()
+        records = removed_records(now_ms, reason, [names[extent] for extent in going], quarantined=corrupt)
         try:
             store.append(records)
         except OSError:
             if not corrupt:
                 raise
             store.counters.add("remove_failed")
-        with store.lock:
-            books.apply(records, own=True)
+        for first in range(0, len(going), _AT_ONCE):
+            part = [names[extent] for extent in going[first : first + _AT_ONCE]]
+            with store.lock:  # a few at a time: lookups wait for it
+                books.apply(removed_records(now_ms, reason, part, quarantined=corrupt), own=True)
         store.waiting += [places[extent] for extent in going if extent not in locks]
         for extent, handle in locks.items():
             segment, offset, nbytes = places[extent]
