@@ -155,15 +155,16 @@ def measure_opening(root: str, *keys: str) -> None:
 
 
 def measure_memory(blocks: str, extent_blocks: str) -> None:
-    before = _resident_bytes()
     total, each = int(blocks), int(extent_blocks)
+    order = np.random.default_rng(2).permutation(total // each)
+    before = _resident_bytes()
     books = _filled(total, each)
     bytes_a_block = (_resident_bytes() - before) / books.blocks
     # Remove and add until a pass is under way: a second table is there, and an eighth of the rows is dead.
     index = next(iter(books._indexes.values()))
-    going = iter(np.random.default_rng(2).permutation(total // each).tolist())
+    going = iter(order)
     while index._old is None:
-        _remove(books, [_name(next(going)) for _ in range(16)])
+        _remove(books, [_name(int(next(going))) for _ in range(16)])
     worst = (_resident_bytes() - before) / books.blocks
     print(
         json.dumps(
