@@ -173,7 +173,9 @@ def parse_size(text: str, *, of_bytes: int | None = None) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
     if found is not None:
         number, unit = float(found[1]), found[2]
-        if unit == "%" and of_bytes is not None and number <= 100:
+        if unit == "%" and of_bytes is not None:
+            if number > 100:
+                raise ConfigError(f"{text!r} is more than there is; write a share of at most 100%", text=text)
             return int(of_bytes * number / 100)
         if unit in _UNITS:
             return int(found[1]) * _UNITS[unit] if "." not in found[1] else int(number * _UNITS[unit])
@@ -191,7 +193,7 @@ def parse_retention(text: str) -> dict[str, tuple[int, int | None]]:
     for name, span in _pairs(text, 'write "agent=3d..30d, default=0s.."'):
         guaranteed, dots, ceiling = span.partition("..")
         if not dots:
-            raise ConfigError(f'{name}={span}: write two times, "{span}..30d", or "{span}.." without a ceiling', text=text)
+            raise ConfigError(f'{name}={span}: write two times, as in "7d..30d", or "7d.." without a ceiling', text=text)
         low, high = _duration_ms(guaranteed), _duration_ms(ceiling) if ceiling else None
         if high is not None and high < max(low, 1):
             raise ConfigError(f"{name}={span}: the ceiling is below what is guaranteed; write the longer time last", text=text)
@@ -376,6 +378,7 @@ def _extra(kind: Any, name: str) -> Any:
 def _told(error: Exception) -> str:
     """Turn "Expected `int`, got `str`" into what to write instead."""
     text = str(error).replace("`", "")
+    text = text.replace("Invalid enum value", "it cannot be")
     expected = re.fullmatch(r"Expected (\w+)(?: \| null)?(, got \w+)?", text)
     return _WRITE.get(expected[1], text) if expected else text
 

@@ -14,9 +14,10 @@ from headstart.config import CacheConfig
 from headstart.errors import ConfigError
 from headstart.testing.fake_kv import IDENTITY, TINY
 from headstart.testing.round_trip import load, save
+from headstart.tier.devices import remove_device
 
 
-def opened(directory: Path, **options: object) -> PrefixCache:
+def opened(directory: Path | tuple[Path, ...], **options: object) -> PrefixCache:
     config = CacheConfig(**{"directory": directory, "capacity": "64MiB", "memory": "8MiB", **options})  # type: ignore[arg-type]
     return open_cache(config, identity=IDENTITY, representation=TINY)
 
@@ -66,6 +67,20 @@ def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path, broken: st
         assert save(cache, prompt(641)).stored_tokens == 640
         assert load(cache, prompt(641)).wrong == []
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_that_was_removed_by_command_is_said_once_and_not_to_whoever_asks_for_health(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    both = (a, b)
+    opened(both).close()
+    remove_device(a, b, even_if_not_drained=True)
+    with opened(both) as cache:
+        (warning,) = cache.warnings
+        assert str(b) in warning
+        assert caplog.text.count("was removed by command") == 1
+        assert not warning.startswith("cache.")  # such sentences are public, and this one names a directory
 
 
 def test_a_memory_size_that_cannot_be_had_is_a_warning(tmp_path: Path) -> None:

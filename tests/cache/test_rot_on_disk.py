@@ -14,6 +14,24 @@ from headstart.testing.round_trip import hit_tokens, load, match, save
 from headstart.tier.disk import DiskTier
 
 
+def test_the_log_says_where_the_disk_rots_and_not_for_every_extent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv = prompt(4 * 64 + 1)
+    with cache_of(DiskTier.open(tmp_path, capacity_bytes=64 << 20)) as cache:
+        first = ""
+        for _ in range(2):
+            save(cache, kv)
+            for segment in tmp_path.rglob("*.seg"):
+                first = first or segment.name
+                data = bytearray(segment.read_bytes())
+                data[8192 + 64 :: 97] = bytes(len(data[8192 + 64 :: 97]))
+                segment.write_bytes(data)
+            assert load(cache, kv).usable_tokens < 4 * 64
+            save(cache, kv)  # what is wrong is dropped behind a load
+    (said,) = [record.getMessage() for record in caplog.records if "were not what was written there" in record.message]
+    assert first in said
+    assert "headstart cache verify" in said
+
+
 @pytest.mark.parametrize("caches", [1, 2], ids=["one process", "two processes"])
 def test_a_rotten_extent_on_disk_is_saved_again_while_others_hold_it(tmp_path: Path, caches: int) -> None:
     wide = Representation(kind="mha", layout="fake/1", dtype="float32", layer_bytes=(65536,) * 4, piece_tokens=128)

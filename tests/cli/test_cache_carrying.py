@@ -221,6 +221,19 @@ def test_a_refused_file_is_a_sentence_and_writes_nothing(tmp_path: Path, other: 
     assert run("import", tmp_path / "kv" / "headstart.json", "--directory", other, code=4).count("\n") == 1
 
 
+def test_a_file_that_is_no_export_is_called_that(tmp_path: Path, other: Path, run: Run) -> None:
+    for content in (b"", b"hello", b"x" * 10_000):
+        (tmp_path / "x.hs").write_bytes(content)
+        assert "does not begin like one that `headstart cache export` wrote" in run(
+            "import", tmp_path / "x.hs", "--directory", other, code=4
+        )
+
+
+def test_an_import_looks_for_its_directory_before_it_reads_the_file(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "x.hs").write_bytes(b"hello")
+    assert "there is no directory" in run("import", tmp_path / "x.hs", "--directory", tmp_path / "nowhere", code=3)
+
+
 def test_a_segment_of_another_version_is_refused(tmp_path: Path, exported: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr("headstart.tier.disk.segment.VERSION", 2)

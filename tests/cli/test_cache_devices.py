@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cli.cache_kit import Run, family
 from headstart.cli.cache.devices import devices
 from headstart.errors import NotThere, TierUnavailable
 from headstart.tier.devices import DeviceTier
@@ -30,6 +31,23 @@ def test_a_device_is_added_drained_and_removed_by_command(tmp_path: Path) -> Non
         told(a, "--remove", b)
     assert [one["state"] for one in told(a, "--remove", b, "--force")] == ["active", "removed"]
     assert told(b) == [{"name": "", "path": str(b), "state": "active", "there": True}]  # a cache of its own again
+
+
+def test_removing_the_directory_that_the_configuration_names_says_where_the_cache_is_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, a, b = Run(capsys), tmp_path / "a", tmp_path / "b"
+    family(a)
+    run("devices", a, "--add", b)
+    monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", str(a))
+    said = run("devices", "--remove", a, "--force")
+    assert f"cache.directory still names {a}: take it out and name {b}" in said
+    assert [line.split()[0] for line in said.splitlines() if line.endswith((str(a), str(b)))] == ["active", "removed"]
+    # Where it names both, what a server leaves out is left out here too, unless it is asked for.
+    monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", f"{a}:{b}")
+    assert f"{a} was removed from this cache" in run("stat")
+    assert [one["directory"] for one in run.json("stat")["devices"]] == [str(b)]
+    assert len(run.json("ls", "--directory", a)["prefixes"]) == 2
 
 
 def test_a_directory_without_a_cache_has_no_devices(tmp_path: Path) -> None:

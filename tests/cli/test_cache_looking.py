@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from cli.cache_kit import Run, bytes_of, family, key_of, kv, tier_at, write
+from headstart.cli.cache import looking
 from headstart.testing.fake_kv import TINY, UNEVEN
+from headstart.tier import disk
 from headstart.tier.disk import RealDisk
 from headstart.tier.disk.door import Handle, OpenMode
 from headstart.tier.disk.look import Look
@@ -65,6 +68,21 @@ def test_show_tells_where_a_prefix_lies_and_what_it_begins_with(tmp_path: Path, 
     assert image[:8] == b"HSEXTENT"
 
 
+def test_show_tells_a_promise_only_as_long_as_it_holds(tmp_path: Path, run: Run) -> None:
+    one, two = family(tmp_path / "kv")  # of classes "default" and "chat"
+    here = ("--directory", tmp_path / "kv")
+    assert "promised        nothing" in run("show", key_of(one), *here)
+    assert "promised        until 2" in run("show", key_of(two), *here)
+
+
+def test_every_reason_that_eviction_gives_is_told_in_words() -> None:
+    source = "".join(path.read_text() for path in Path(disk.__file__).parent.glob("*.py"))
+    given = set(re.findall(r'evict\([^"\n]*"([a-z-]+)"\)', source)) | set(
+        re.findall(r'remove\([^"\n]*reason="([a-z-]+)"', source)
+    )
+    assert {"capacity", "full", "min-free", "expired"} <= given <= set(looking.REASONS)
+
+
 def test_show_tells_a_prefix_in_the_middle_and_what_continues_it(tmp_path: Path, run: Run) -> None:
     one, _ = family(tmp_path / "kv")
     (prefix,) = run.json("show", key_of(one, 1), "--directory", tmp_path / "kv")["prefixes"]
@@ -76,6 +94,7 @@ def test_show_tells_when_and_why_a_prefix_went(tmp_path: Path, run: Run) -> None
     run("rm", key_of(one), "--directory", tmp_path / "kv")
     found = run.json("show", key_of(one), "--directory", tmp_path / "kv", code=3)
     assert [(r["key"][:16], r["reason"], r["quarantined"]) for r in found["removals"]] == [(key_of(one), "user", False)]
+    assert "headstart cache rm" in run("show", key_of(one), "--directory", tmp_path / "kv", code=3)
     assert "never" in run("show", "0123456789abcdef", "--directory", tmp_path / "kv", code=3)
 
 

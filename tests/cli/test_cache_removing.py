@@ -99,6 +99,39 @@ def test_unpin_leaves_pinned_what_another_pinned_prefix_runs_on_from(tmp_path: P
         assert sorted(info.tenant for info in tier.scan() if info.pinned_until_ms is not None) == ["", "acme"]
 
 
+def test_pins_beyond_half_of_the_capacity_are_refused_as_its_server_would(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = Representation(kind="gqa", layout="fake/1", dtype="float32", layer_bytes=(64 << 10,) * 4)
+    prompts = [kv(4, seed=seed, layout=large) for seed in range(3)]
+    with tier_at(tmp_path / "kv") as tier:
+        for prompt in prompts:
+            write(tier, prompt)
+    here = ("--directory", tmp_path / "kv")
+    monkeypatch.setenv("HEADSTART_CACHE_CAPACITY", "5MiB")  # each takes a mebibyte
+    done = run.json("pin", *map(key_of, prompts), *here, code=5)
+    assert (len(done["pinned"]), len(done["refused"])) == (2, 1)
+    assert "more than half of cache.capacity" in run("pin", done["refused"][0], *here, code=5)
+    assert len(run.json("ls", "--pinned", *here)["prefixes"]) == 2
+
+
+def test_what_is_pinned_without_a_deadline_is_told_so(tmp_path: Path, run: Run) -> None:
+    _, two = family(tmp_path / "kv")
+    here = ("--directory", tmp_path / "kv")
+    run("pin", key_of(two), *here)
+    (line,) = run.json("ls", "--pinned", *here)["prefixes"]
+    assert (line["pinned"], line["pinned_until"]) == (True, None)
+    assert "until unpinned" in run("ls", "--pinned", *here)
+    assert "until unpinned" in run("show", key_of(two), *here)
+
+
+@pytest.mark.parametrize("verb", [["ls"], ["rm", "--dry-run"], ["export", "x.hs"]])
+def test_an_age_that_is_none_is_refused_also_by_an_empty_cache(tmp_path: Path, run: Run, verb: list[str]) -> None:
+    with tier_at(tmp_path / "kv"):
+        pass
+    assert "is no time" in run(*verb, "--older-than", "1y", "--directory", tmp_path / "kv", code=2)
+
+
 @pytest.mark.parametrize(
     ("when", "said"),
     [
@@ -139,11 +172,12 @@ def test_gc_to_a_size_lets_the_least_used_go_first_and_never_what_others_need(tm
 
 
 def test_gc_spares_what_is_pinned_and_says_when_a_size_cannot_be_reached(tmp_path: Path, run: Run) -> None:
-    _, two = family(tmp_path / "kv")
+    one, two = family(tmp_path / "kv")
     here = ("--directory", tmp_path / "kv")
     run("pin", key_of(two), *here)
-    assert "unpin" in run("gc", "--to", "4KiB", *here, code=1)
-    assert found_pieces(tmp_path / "kv", two) == 6
+    assert "unpin" in run("gc", "--to", "4KiB", "--dry-run", *here, code=5)
+    assert "unpin" in run("gc", "--to", "4KiB", *here, code=5)
+    assert (found_pieces(tmp_path / "kv", one), found_pieces(tmp_path / "kv", two)) == (4, 6)
 
 
 def test_gc_joins_short_runs_whether_or_not_anybody_used_them(tmp_path: Path, run: Run) -> None:

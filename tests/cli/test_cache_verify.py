@@ -111,6 +111,17 @@ def test_verify_finds_the_damage_tells_it_and_drops_it(
     assert found_pieces(tmp_path / "kv", one) + found_pieces(tmp_path / "kv", two) <= 14
 
 
+def test_what_is_found_is_told_with_its_place_once_and_counted(tmp_path: Path, run: Run) -> None:
+    family(tmp_path / "kv")
+    segment = segment_of(tmp_path / "kv")
+    damage_by_cutting(segment)
+    (tmp_path / "kv" / "notes.txt").touch()
+    said = run("verify", "--directory", tmp_path / "kv", code=7)
+    assert all(line.count(str(segment)) <= 1 for line in said.splitlines())
+    assert str(segment) in said
+    assert "1 wrong, 1 dropped, 0 not readable, 1 other problem above" in said
+
+
 def test_what_is_dropped_is_remembered_as_quarantined(tmp_path: Path, run: Run) -> None:
     one, _ = family(tmp_path / "kv")
     damage_piece(segment_of(tmp_path / "kv"))

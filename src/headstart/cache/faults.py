@@ -18,6 +18,8 @@ from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Tier
 
 _AVOID_S = 60.0
+_SAID_S = 60.0  # how often it is said that something was wrong
+_PLACES_SAID = 3
 _MAX_ENTRIES = 4096  # the oldest is forgotten first: it is then tried again, fails again and is remembered again
 _FOR_GOOD = float("inf")
 _log = logging.getLogger(__name__)
@@ -41,6 +43,9 @@ class Quarantine:
         self._counters = counters
         self._lock = Lock()
         self._until: dict[ExtentId, float] = {}  # in the order in which they were avoided
+        self._dropped = 0  # what was wrong, since it was last said
+        self._places: list[str] = []  # where some of it lay
+        self._say_due = time.monotonic()
 
     def avoid(self, extent: ExtentId, *, for_good: bool) -> None:
         with self._lock:
@@ -67,8 +72,31 @@ class Quarantine:
         corrupt = self.corrupt()
         if corrupt:
             with counted(self._counters, self._tier, "delete"):
+                places = {extent: info.where for extent in corrupt if (info := self._tier.info(extent)) is not None}
                 self._tier.delete(corrupt, reason="corrupt")
                 gone = [extent for extent in corrupt if self._tier.info(extent) is None]
                 with self._lock:
                     for extent in gone:
                         self._until.pop(extent, None)  # ids are not used again
+                    lay = [places[extent] for extent in gone if extent in places]
+                    self._dropped += len(lay)
+                    self._places = (self._places + lay)[:_PLACES_SAID]
+                self._say_dropped()
+
+    def _say_dropped(self) -> None:
+        """Tell the log of what was wrong: a disk that rots is its owner's business, though every answer is right."""
+        with self._lock:
+            if not self._dropped or time.monotonic() < self._say_due:
+                return
+            self._say_due = time.monotonic() + _SAID_S
+            dropped, self._dropped = self._dropped, 0
+            some, self._places = "; ".join(self._places), []
+        more = "; …" if dropped > _PLACES_SAID else ""
+        _log.warning(
+            "tier %r: %d extents were not what was written there and were dropped, to be computed anew: %s%s; check the disk, "
+            "`headstart cache verify` reads the rest",
+            self._tier.name,
+            dropped,
+            some,
+            more,
+        )

@@ -29,6 +29,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
     tiers: list[Tier] = []
     warnings: list[str] = []
+    logged: list[str] = []  # by the tier itself
     write_budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
@@ -42,7 +43,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
             if parse_size(config.capacity, of_bytes=_ANY_DISK_BYTES):
                 disk = _open_disk(config)
                 tiers.append(disk)
-                warnings += disk.warnings
+                logged = disk.warnings
                 write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier, so prompts are forgotten with the process: {error}")
@@ -54,7 +55,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         representation=representation,
         load_timeout_s=config.load_timeout_s,
         write_budget_bytes=write_budget_bytes,
-        warnings=warnings,
+        warnings=[*warnings, *logged],
     )
 
 

@@ -14,7 +14,7 @@ import click
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
 from headstart.block.whole import examine, part_of
-from headstart.cli.cache.cached import Cached, open_tier, representation_name, retention_of, share_of
+from headstart.cli.cache.cached import SLACK_BYTES, Cached, open_tier, representation_name, retention_of, share_of
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import ExtentCorrupt, NotThere, StoreError, WrongRepresentation
 from headstart.tier.base import Terms
@@ -22,8 +22,6 @@ from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import MARKER
 from headstart.tier.disk.look import Look
 from headstart.tier.disk.scrub import require_same
-
-_SLACK_BYTES = 256 << 10  # that a new segment and a journal take beside an extent
 
 
 class Writer:
@@ -66,7 +64,7 @@ class Writer:
             terms.tenant, capacity_bytes=self._share.capacity_bytes, whole_bytes=self._share.whole_bytes
         )
         missing = (self._tier.locate(layout.digest, decode_header(image, layout).keys).extents < 0).any()
-        if missing and image.nbytes + _SLACK_BYTES > room:
+        if missing and image.nbytes + SLACK_BYTES > room:
             return "no room; let something go with `headstart cache gc --to`, or lower cache.min_free"
         if missing and quota is not None and numbers.live_bytes_by_tenant.get(terms.tenant, 0) + image.nbytes > quota:
             return "more than the tenant's quota; raise it in cache.quotas"
@@ -139,7 +137,7 @@ def open_target(root: Path, config: CacheConfig, capacity: str | None) -> DiskTi
     capacity_bytes = share_of(config, root).capacity_bytes if capacity is None else parse_size(capacity, of_bytes=total)
     if (root / MARKER).exists():
         with Look(root) as look:
-            capacity_bytes = max(capacity_bytes, look.charged_bytes + _SLACK_BYTES)
+            capacity_bytes = max(capacity_bytes, look.charged_bytes + SLACK_BYTES)
     return open_tier(root, config=config, capacity_bytes=capacity_bytes)
 
 

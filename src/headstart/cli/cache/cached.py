@@ -23,7 +23,7 @@ from headstart.cache.prefixes import Prefix, Prefixes, Spot
 from headstart.cli.settings import chosen_config
 from headstart.config import CacheConfig
 from headstart.errors import ConfigError, NotThere, StoreError
-from headstart.policy.retention import Retention
+from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentInfo
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.devices import Entry, devices_of
@@ -40,6 +40,7 @@ SHOWN_DIGITS = 12
 _CANDIDATES = 8
 _BATCH = 256  # extents that are changed at once
 _ROOM_BYTES = 256 << 20
+SLACK_BYTES = 256 << 10  # that a new segment and a journal take beside an extent
 _ANSWER_S = 10.0  # how long a directory is waited for
 
 
@@ -60,10 +61,19 @@ def cache_options(command: Command) -> Command:
     return command
 
 
+def _checked_time(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
+    """Refuse what is no time also where there is nothing to compare it with."""
+    if text is not None:
+        duration_ms(text)
+    return text
+
+
 def wanted_options(command: Command) -> Command:
     """Add what chooses among prefixes; `Wanted` reads it."""
     for option in (
-        click.option("--older-than", metavar="TIME", help="only prefixes written longer ago than 30m, 12h or 7d"),
+        click.option(
+            "--older-than", metavar="TIME", callback=_checked_time, help="only prefixes written longer ago than 30m, 12h or 7d"
+        ),
         click.option(
             "--representation", metavar="TEXT", help="only prefixes whose representation has this in its name or digest"
         ),
@@ -160,14 +170,16 @@ class Cached:
         raise NotThere(f"no stored block has a key that begins with {key}; `headstart cache ls` lists what is there", key=key)
 
     @contextmanager
-    def opened(self, extents: Iterable[int]) -> Iterator[Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]]:
+    def opened(
+        self, extents: Iterable[int], *, pinning: bool = False
+    ) -> Iterator[Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]]:
         """Open the directories in which extents lie, to change them; gives the extents in their order, some at once, with their
-        tier and what that knows of them. Those that have gone since are left out."""
+        tier and what that knows of them. Those that have gone since are left out. `pinning`: see `open_looked_at`."""
         wanted = list(extents)
         with ExitStack() as stack:
             tiers: dict[int, tuple[DiskTier, dict[str, ExtentInfo]]] = {}
             for look in {id(self.look_of[i]): self.look_of[i] for i in wanted}.values():
-                tier = open_looked_at(look, self.config)
+                tier = open_looked_at(look, self.config, pinning=pinning)
                 stack.callback(tier.close)
                 tiers[id(look)] = tier, {info.where: info for info in tier.scan()}
             yield self._batches(wanted, tiers)
@@ -234,6 +246,8 @@ def looked(directories: Sequence[Path], config_file: Path | None, *, alone: bool
             for real, entry in entries.items():
                 if entry.state != "removed" and real not in places.values():
                     places[entry.path] = real
+            for root in [] if directories else _taken_out(places, entries):
+                del places[root]
             looks = [stack.enter_context(Look(root, retention=retention_of(config))) for root in places]
             known = {root: entries[real] for root, real in places.items() if real in entries}
             yield Cached(looks, config, devices=known)
@@ -242,6 +256,19 @@ def looked(directories: Sequence[Path], config_file: Path | None, *, alone: bool
     except OSError as error:
         where = error.filename or ", ".join(map(str, roots))
         raise StoreError(f"{where}: {error.strerror or error}; check the disk, then try again") from error
+
+
+def _taken_out(places: Mapping[Path, Path], entries: Mapping[Path, Entry]) -> list[Path]:
+    """Return the configured directories that a server leaves out, as they were removed by command; none where that is all."""
+    removed = [root for root, real in places.items() if real in entries and entries[real].state == "removed"]
+    if len(removed) == len(places):
+        return []
+    for root in removed:
+        click.echo(
+            f"{root} was removed from this cache and is left out though cache.directory names it; --directory {root} shows it",
+            err=True,
+        )
+    return removed
 
 
 def _answering(roots: Iterable[Path]) -> dict[Path, Path]:
@@ -307,11 +334,13 @@ def open_tier(root: Path, *, config: CacheConfig, capacity_bytes: int) -> DiskTi
         raise ConfigError(str(error)) from error
 
 
-def open_looked_at(look: Look, config: CacheConfig) -> DiskTier:
+def open_looked_at(look: Look, config: CacheConfig, *, pinning: bool = False) -> DiskTier:
     """Open a directory to change what is in it. Its capacity is at least what is there, so that opening a cache never costs
-    anything in it, whatever capacity its server was given."""
+    anything in it, whatever capacity its server was given. `pinning` gives no more than that: pins are a part of the
+    capacity, and those that its server finds too many hold nothing."""
     configured = share_of(config, look.root).capacity_bytes
-    return open_tier(look.root, config=config, capacity_bytes=max(configured, look.charged_bytes * 5 // 4 + _ROOM_BYTES))
+    taken = look.charged_bytes + SLACK_BYTES if pinning else look.charged_bytes * 5 // 4 + _ROOM_BYTES
+    return open_tier(look.root, config=config, capacity_bytes=max(configured, taken))
 
 
 def is_pinned(info: ExtentInfo, now_ms: int) -> bool:
@@ -366,8 +395,8 @@ def as_age(ms: int) -> str:
 
 
 def as_time(ms: int | None) -> str | None:
-    """Return a time as ISO 8601 in UTC; None stays."""
-    if ms is None:
+    """Return a time as ISO 8601 in UTC; None for none, and for one that never comes."""
+    if ms is None or ms >= FOREVER_MS:
         return None
     try:
         return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds")

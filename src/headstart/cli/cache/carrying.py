@@ -137,6 +137,10 @@ def import_(
 ) -> int:
     """Take in the prefixes that `export` wrote into FILE. Everything in it is verified before anything is written. What does
     not fit beside what is there is left out: make room first with `gc --to`."""
+    config = chosen_config(config_file, {}).cache
+    roots = [path.expanduser() for path in directories] or list(config.directories)
+    for root in [] if dry_run else roots:  # before a large file is read for nothing
+        require_directory(root)
     with CarriedFile(file) as carried, shown_progress() as on_progress:
         extents = blocks = done = 0
         for one in carried.extents():
@@ -156,8 +160,6 @@ def import_(
         if dry_run:
             say(facts, as_json, f"{file} is right: {extents} extents of {blocks} blocks, {name}")
             return 0
-        config = chosen_config(config_file, {}).cache
-        roots = [path.expanduser() for path in directories] or list(config.directories)
         with _target(roots, config, capacity) as (tier, root):
             if not any_representation:
                 require_served(tier, carried.representation, root, others=roots)
@@ -175,8 +177,6 @@ def import_(
 @contextmanager
 def _target(roots: Sequence[Path], config: CacheConfig, capacity: str | None) -> Iterator[tuple[DiskTier, Path]]:
     """Open the directory that is written to: of several the one with most room, but none that is to be emptied."""
-    for root in roots:
-        require_directory(root)
     taking = [root for root in roots if _takes_more(root)]
     if not taking:
         raise StoreError(f"{', '.join(map(str, roots))}: nothing new goes there, it is being drained; name another directory")

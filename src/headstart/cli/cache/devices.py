@@ -46,7 +46,16 @@ def devices(
     if drained is not None:
         drain_device(home, drained.expanduser())
     if removed is not None:
+        before = devices_of(home)
         remove_device(home, removed.expanduser(), even_if_not_drained=force)
+        gone = removed.expanduser().absolute()
+        home = next((one.path for one in before if one.path != gone and one.state != "removed"), home)  # it is alone now
+        if gone in {path.absolute() for path in chosen_config(config_file, {}).cache.directories}:
+            click.echo(
+                f"cache.directory still names {gone}: take it out and name {home}, or the next server that is started with it "
+                "alone begins an empty cache there",
+                err=True,
+            )
     entries = devices_of(home)
     there = ask_apart({entry: (entry.path / MARKER).exists for entry in entries}, patience_s=ASK_S)  # one may hang
     found = [

@@ -46,7 +46,7 @@ def pin(
         spots = [spot for key in keys for spot in cached.named(key)]
         wanted = cached.prefixes.order({i for spot in spots for i in cached.prefixes.chain(spot)})
         kept: set[int] = set()
-        with cached.opened(wanted) as found:
+        with cached.opened(wanted, pinning=True) as found:
             for tier, some in found:
                 done = tier.pin([here.id for here in some.values()], until_ms=until_ms)
                 kept.update(i for i, ok in zip(some, done, strict=True) if ok)
@@ -66,7 +66,9 @@ def pin(
             click.echo(f"{key[:SHOWN_DIGITS]} is pinned {how_long}")
         for key in facts["refused"]:
             click.echo(
-                f"{key[:SHOWN_DIGITS]} is not pinned: it is gone, or too little would be left to everything else", err=True
+                f"{key[:SHOWN_DIGITS]} is not pinned: it is gone, or pins would take more than half of cache.capacity; "
+                "unpin others first",
+                err=True,
             )
     return INCOMPLETE if refused else 0
 

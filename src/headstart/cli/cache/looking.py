@@ -37,6 +37,18 @@ from headstart.tier.devices.rooms import room_of
 from headstart.tier.disk.scrub import require_same
 
 _FIRST_TOKENS = 16  # that `show` tells
+REASONS = {  # words that journals hold
+    "capacity": "others needed the room (capacity)",
+    "quota": "its tenant was at its quota (quota)",
+    "min-free": "somebody else needed the room, see cache.min_free (min-free)",
+    "full": "the disk was full (full)",
+    "lost": "its file went or was cut (lost)",
+    "expired": "it was older than its class may grow (expired)",
+    "user": "`headstart cache rm` (user)",
+    "corrupt": "its bytes were not what was written there (corrupt)",
+    "joined": "it is part of a longer run now (joined)",
+    "moved": "it was carried to another directory (moved)",
+}
 _SORTS = {
     "used": lambda prefix: prefix.info.last_used,
     "bytes": lambda prefix: prefix.nbytes,
@@ -54,7 +66,8 @@ def ls(
     directories: tuple[Path, ...], config_file: Path | None, as_json: bool, limit: int | None, sort: str, **wanted: Any
 ) -> None:
     """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
-    extents that it lies in, so what prefixes share is counted with each of them; `du` counts once."""
+    extents that it lies in, so what prefixes share is counted with each of them; `du` counts once. AGE is since it was
+    written; USED orders by last use: a number that the cache counts up, the highest was used last."""
     with looked(directories, config_file) as cached:
         found = sorted(cached.listed(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
         shown = [_facts(cached, prefix) for prefix in found[:limit]]
@@ -72,7 +85,7 @@ def ls(
                 fact["tenant"] or "-",
                 as_age(cached.now_ms - fact["created_ms"]),
                 str(fact["last_used"]),
-                "until " + fact["pinned_until"] if fact["pinned_until"] else "-",
+                _pinned(fact),
                 fact["representation"],
             )
         )
@@ -93,9 +106,14 @@ def _facts(cached: Cached, prefix: Prefix) -> dict[str, Any]:
         "tenant": info.tenant,
         "created_ms": info.created_ms,
         "last_used": info.last_used,
+        "pinned": is_pinned(info, cached.now_ms),
         "pinned_until": as_time(info.pinned_until_ms) if is_pinned(info, cached.now_ms) else None,
         "representation": cached.name_of(info.representation),
     }
+
+
+def _pinned(facts: dict[str, Any]) -> str:
+    return f"until {facts['pinned_until'] or 'unpinned'}" if facts["pinned"] else "-"
 
 
 @click.command()
@@ -122,7 +140,8 @@ def show(key: str, directories: tuple[Path, ...], config_file: Path | None, as_j
             else:
                 for removal in removals:
                     what = "quarantined" if removal["quarantined"] else "removed"
-                    click.echo(f"{removal['key'][:SHOWN_DIGITS]} was {what} at {removal['time']}: {removal['reason']}")
+                    why = REASONS.get(removal["reason"], removal["reason"])
+                    click.echo(f"{removal['key'][:SHOWN_DIGITS]} was {what} at {removal['time']}: {why}")
             return NotThere.exit_code
         found = [_whole_facts(cached, spot) for spot in spots]
     if as_json:
@@ -166,6 +185,7 @@ def _whole_facts(cached: Cached, spot: Spot) -> dict[str, Any]:
     facts["dtype"] = layout.dtype if layout else None
     facts["layers"] = layout.layers if layout else None
     facts["piece_tokens"] = layout.piece_tokens if layout else None
+    facts["guaranteed"] = prefix.info.guaranteed_until_ms > cached.now_ms
     facts["guaranteed_until"] = as_time(prefix.info.guaranteed_until_ms or None)
     facts["expires"] = as_time(prefix.info.expires_ms)
     facts["continued_by"] = len(cached.prefixes.continuing(spot) - {spot.extent})
@@ -217,8 +237,9 @@ def _tell(facts: dict[str, Any]) -> None:
     click.echo(f"continued by    {facts['continued_by']} prefixes")
     click.echo(f"class, tenant   {facts['class']}, {facts['tenant'] or '-'}")
     click.echo(f"representation  {facts['representation']}: {facts['kind']}, {facts['layers']} layers")
-    click.echo(f"kept until      {facts['guaranteed_until'] or 'room is needed'}; expires {facts['expires'] or 'never'}")
-    click.echo(f"pinned until    {facts['pinned_until'] or '-'}")
+    promised = f"until {facts['guaranteed_until']}" if facts["guaranteed"] else "nothing, it goes when room is needed"
+    click.echo(f"promised        {promised}; expires {facts['expires'] or 'never'}")
+    click.echo(f"pinned          {_pinned(facts)}")
     for extent in facts["extents"]:
         state = f"  WRONG: {extent['fault']}" if "fault" in extent else ""
         click.echo(

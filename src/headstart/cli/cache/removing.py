@@ -29,7 +29,6 @@ from headstart.cli.cache.cached import (
 )
 from headstart.cli.progress import shown_progress
 from headstart.config import parse_size
-from headstart.errors import HeadstartError
 from headstart.policy.eviction import choose_victims, worth_of
 from headstart.tier.base import Terms
 
@@ -223,7 +222,8 @@ def gc(
             for i, info in enumerate(cached.extents)
             if info.expires_ms is not None and info.expires_ms <= cached.now_ms and i not in pinned
         }
-        going = expired | set(_above(cached, target, pinned, expired) if target is not None else ())
+        above, missing_bytes = _above(cached, target, pinned, expired) if target is not None else ([], 0)
+        going = expired | set(above)
         nbytes = sum(cached.extents[i].extent_bytes for i in going)
         done, joined = Removed(removed=len(going), bytes=nbytes), 0
         interrupted = False
@@ -241,6 +241,7 @@ def gc(
         "extents": done.removed,
         "bytes": done.bytes,
         "leased_extents": done.leased,
+        "missing_bytes": missing_bytes,
         "joined_extents": joined,
         "interrupted": interrupted,
     }
@@ -253,18 +254,20 @@ def gc(
             click.echo(f"{joined} short runs were joined to longer ones")
         if done.leased:
             click.echo(f"{done.leased} extents are being read and stay; try again", err=True)
+        if missing_bytes:
+            click.echo(f"{target} is not reached by {as_bytes(missing_bytes)}: the rest is pinned; unpin some", err=True)
     if interrupted:
         return 130
-    return INCOMPLETE if done.leased else 0
+    return INCOMPLETE if done.leased or missing_bytes else 0
 
 
-def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> list[int]:
-    """Return what to let go so that no more than the target is taken."""
+def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> tuple[list[int], int]:
+    """Return what to let go so that no more than the target is taken, and how many bytes it is missed by even so."""
     target_bytes = parse_size(target)
     charged = sum(look.charged_bytes for look in cached.looks)
     needed = charged - target_bytes - sum(cached.extents[i].extent_bytes for i in expired)
     if needed <= 0 or not cached.extents:
-        return []
+        return [], 0
     infos = cached.extents
     held = np.array([i in pinned or i in expired for i in range(len(infos))], np.bool_)
     worth = worth_of(
@@ -276,11 +279,8 @@ def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> 
     )
     nbytes = np.array([info.extent_bytes for info in infos], np.int64)
     chosen = choose_victims(worth=worth, nbytes=nbytes, needed_bytes=needed).tolist()
-    if int(nbytes[chosen].sum()) < needed:
-        raise HeadstartError(
-            f"{as_bytes(charged)} are taken and {target} cannot be reached: too much of it is pinned; unpin some"
-        )
-    return [int(i) for i in chosen]
+    missed = needed - int(nbytes[chosen].sum()) if pinned else 0  # else all goes; what is left are the cache's own files
+    return [int(i) for i in chosen], max(missed, 0)
 
 
 def _tend(cached: Cached, seconds: float | None) -> int:

@@ -142,16 +142,17 @@ def _facts(look: Look, one: Examined) -> dict[str, Any]:
 
 def _tell(facts: dict[str, Any]) -> None:
     for fault in facts["faults"]:
-        click.echo(
-            f"{fault['key'][:SHOWN_DIGITS]}  {fault['file']}, byte {fault['offset']}: {fault['what']} ({fault['reason']})"
-        )
+        what = fault["what"].removeprefix(f"{fault['file']}: ")  # some say the place themselves
+        click.echo(f"{fault['key'][:SHOWN_DIGITS]}  {fault['file']}, byte {fault['offset']}: {what} ({fault['reason']})")
     for problem in facts["problems"]:
         click.echo(f"{problem['where']}: {problem['what']}")
     so_far = (
         f"interrupted after {facts['extents']} of {facts['extents_in_all']}" if facts["interrupted"] else f"{facts['extents']}"
     )
     wrong = len(facts["faults"]) - facts["unreadable"]
+    problems = len(facts["problems"])
+    others = f", {problems} other problem{'' if problems == 1 else 's'} above" if problems else ""
     click.echo(
         f"{so_far} extents, {as_bytes(facts['bytes'])}: {wrong} wrong, {facts['dropped']} dropped, "
-        f"{facts['unreadable']} not readable"
+        f"{facts['unreadable']} not readable{others}"
     )

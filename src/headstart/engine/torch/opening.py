@@ -185,4 +185,4 @@ def _disk_capacity(config: CacheConfig) -> tuple[int, str]:
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.4g} MiB"
+    return f"{nbytes / (1 << 20):,.4g} MiB" if nbytes >= 1 << 14 else f"{nbytes} bytes"

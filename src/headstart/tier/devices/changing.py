@@ -96,7 +96,7 @@ def remove_device(home: Path, path: Path, *, even_if_not_drained: bool = False) 
         there = ask_apart({known.path: (known.path / MARKER).exists}, patience_s=ASK_S)[known.path]
         if there is not False:
             raise TierUnavailable(
-                f"{known.path} has not been drained; drain it first, or say that its blocks may go",
+                f"{known.path} has not been drained; drain it first, or say with --force that its blocks may go",
                 tier="disk",
                 path=known.path,
             )

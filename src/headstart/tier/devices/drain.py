@@ -105,7 +105,7 @@ class Drain:
             log.warning(
                 "disk tier: %d extents stay on device %s: not worth their room elsewhere, or in use", extents, device.path
             )
-        log.warning("disk tier: device %s is drained and can be removed", device.path)
+        log.info("disk tier: device %s is drained and can be removed", device.path)
         return False
 
     def _plan(self, device: Device) -> list[ExtentInfo]:

@@ -107,7 +107,9 @@ def read_list(root: Path, disk: Disk | None = None) -> DeviceList | None:
         return decode_list(bytes(data))
     except ValueError as error:
         raise StoreError(
-            f"{path} is no list of devices: {error}; remove it to use the directory by itself", path=path
+            f"{path} is no list of devices: {error}; remove it: the list of another directory of the set brings it back, and "
+            "without one the directory is a cache by itself",
+            path=path,
         ) from error
 
 
@@ -163,7 +165,8 @@ def settle(configured: Sequence[Path], lists: Mapping[Path, DeviceList]) -> tupl
             current = current.with_entry(new_entry(path))
         if (known := current.at(path)) is not None and known.state == "removed":
             said.append(
-                f"cache.directory names {path}, which was removed by command; take it out of the configuration or add it again"
+                f"{path} was removed by command and cache.directory still names it; take it out of the configuration, or add "
+                "it again"
             )
     return current, said
 

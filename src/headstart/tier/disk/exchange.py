@@ -150,7 +150,12 @@ class CarriedFile:
 
     def _read_header(self) -> SegmentHeader:
         data = self._read(0, min(self.size, _HEAD_BYTES))
-        header = decode_segment_header(data)
+        try:
+            header = decode_segment_header(data)
+        except ExtentCorrupt as error:
+            if error.facts.get("reason") in ("magic", "truncated"):
+                raise ExtentCorrupt("it does not begin like one that `headstart cache export` wrote", reason="magic") from error
+            raise
         used = encode_segment_header(header)
         if len(data) < len(used) or header.header_bytes > len(data):
             raise ExtentCorrupt("it ends inside its header", reason="truncated")
