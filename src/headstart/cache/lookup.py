@@ -82,9 +82,9 @@ def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
     edge[1:] = (tier_of[1:] != tier_of[:-1]) | (extent_of[1:] != extent_of[:-1]) | (first_of[1:] != first_of[:-1] + 1)
     starts = np.flatnonzero(edge)
     lengths = np.diff(np.append(starts, hit))
+    columns = [column.tolist() for column in (tier_of[starts], extent_of[starts], first_of[starts], starts, lengths)]
     return [
-        Run(int(tier_of[start]), ExtentId(int(extent_of[start])), int(first_of[start]), int(start), int(pieces))
-        for start, pieces in zip(starts, lengths, strict=True)
+        Run(tier, ExtentId(extent), first, start, pieces) for tier, extent, first, start, pieces in zip(*columns, strict=True)
     ]
 
 

@@ -271,9 +271,12 @@ class PrefixCache:
     def _count_match(self, runs: Sequence[Run], *, asked: int) -> None:
         self._counters.add("match_calls")
         self._counters.add("match_asked_tokens", asked)
+        pieces: dict[int, int] = {}
         for run in runs:
-            name = self._sources[run.tier].tier.name
-            self._counters.add(f"matched_tokens_{name}", run.pieces * self.representation.piece_tokens)
+            pieces[run.tier] = pieces.get(run.tier, 0) + run.pieces
+        for number, count in pieces.items():
+            name = self._sources[number].tier.name
+            self._counters.add(f"matched_tokens_{name}", count * self.representation.piece_tokens)
         if not runs:
             reason = "closed" if self._closed else "absent" if asked else "short"
             self._counters.add(f"match_missed_{reason}")
