@@ -41,6 +41,15 @@ def test_when_it_runs_short_the_disk_keeps_heads_and_memory_keeps_all(tmp_path: 
         assert hit_tokens(cache, prompt(64 * 64)) == 63 * 64
 
 
+def test_the_log_says_once_that_the_budget_runs_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with cache_of(disk(tmp_path), write_budget_bytes=40 * block_bytes()) as cache:
+        save(cache, prompt(4 * 64))
+        assert "cache.write_budget" not in caplog.text
+        for seed in range(1, 4):
+            save(cache, prompt(64 * 64, seed=seed))
+    assert caplog.text.count("cache.write_budget") == 1
+
+
 def test_what_comes_again_is_kept_before_what_is_new(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     with cache_of(tier, write_budget_bytes=1000 * block_bytes()) as cache:

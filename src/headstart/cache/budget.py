@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.policy.admission import Admission
 
+_SAID_S = 3600.0  # how often it is said that it runs short
+_log = logging.getLogger(__name__)
+
 
 class WriteBudget:
     """For one thread. `budget_bytes`: in 24 hours, for each tier; None for any amount."""
@@ -22,6 +26,7 @@ class WriteBudget:
         self._budget_bytes = budget_bytes
         self._counters = counters
         self._admissions: dict[Source, Admission] = {}
+        self._say_due = time.monotonic()
 
     def limit(
         self,
@@ -48,5 +53,19 @@ class WriteBudget:
             leading = int(np.argmin(present))
             limit = admission.admit(keys, present=leading, block_bytes=piece_bytes, session=session, now_s=now_s)
             admission.refund(int(np.count_nonzero(present[leading:limit])) * piece_bytes)
+            if limit < everything:
+                self._say_short(source, now_s)
             return limit
         return everything
+
+    def _say_short(self, source: Source, now_s: float) -> None:
+        """Tell the log why prompts do not hit: nothing else shows it to whoever looks at no metrics."""
+        if now_s < self._say_due:
+            return
+        self._say_due = now_s + _SAID_S
+        _log.warning(
+            "tier %r: cache.write_budget (%d MiB a day, a fifth of it at once) runs short, so of new prompts only heads are "
+            "kept, or nothing; raise it to keep more",
+            source.tier.name,
+            (self._budget_bytes or 0) >> 20,
+        )
