@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import harness, hit, overhead, trace
+from benchmarks import attention, harness, hit, overhead, trace
 
-BENCHMARKS = {"hit": hit, "overhead": overhead, "trace": trace}
+BENCHMARKS = {"attention": attention, "hit": hit, "overhead": overhead, "trace": trace}
 ROOT = harness.RESULTS.parent.parent
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 

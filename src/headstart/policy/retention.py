@@ -57,7 +57,9 @@ class Retention:
     def shared_by(self, tiers: int) -> Retention:
         """Return what holds for one of several tiers that are to keep to the quotas together: each to its part of a size."""
         sizes = {tenant: size for tenant, size in self.quotas.items() if not size.endswith("%")}
-        return Retention(self.classes, {**self.quotas, **{name: str(parse_size(size) // tiers) for name, size in sizes.items()}})
+        return Retention(
+            self.classes, {**self.quotas, **{name: str(parse_size(size) // tiers) for name, size in sizes.items()}}
+        )
 
     def span(self, name: str) -> Span:
         return self.classes.get(name) or self.classes[DEFAULT_CLASS]

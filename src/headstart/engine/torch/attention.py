@@ -28,7 +28,17 @@ from headstart.errors import ModelError
 NAME = "headstart"
 
 # Keywords that attention layers pass along and that change no number here: masks and positions are ours, dropout is training.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    }
+)
 
 _FLASH_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
@@ -81,6 +91,15 @@ class Step:
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a model makes for its layers in place of a mask: how many keys a row sees, itself included; None: all before it.
+
+    Some kinds of model tell their layers of a window by the mask alone, so this goes before the keyword."""
+
+    window: int | None
+
+
 class Part(NamedTuple):
     """Rows against some of their keys: `out` [heads, rows, head_dim], `lse` [heads, rows, 1], natural log."""
 
@@ -89,15 +108,17 @@ class Part(NamedTuple):
 
 
 def register() -> None:
-    """Make `attend` known to transformers under NAME, without masks. Twice is fine."""
+    """Make `attend` and its `Sight`, in place of masks, known to transformers under NAME. Twice is fine."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, _sight)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _sight(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Sight:
+    if use_vmap:
+        raise ModelError("the model changes its causal mask by a function of its own, which this version does not serve")
+    return Sight(local_size)
 
 
 def attend(
@@ -105,9 +126,9 @@ def attend(
     query: Tensor,  # [1, heads, rows, head_dim]
     key: Tensor,  # [1, kv_heads, rows, head_dim]
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Sight | Tensor | None,
     *,
-    headstart: Step,
+    headstart: Step | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -115,6 +136,8 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return [1, rows, heads, head_dim]. Raises ModelError for anything that would change the numbers and is not known."""
+    if headstart is None:
+        raise ModelError(f"{type(module).__name__} does not pass on to its attention what this version tells it")
     for name, given in others.items():
         if given is not None and name not in _HARMLESS:
             raise ModelError(
@@ -122,7 +145,7 @@ def attend(
                 "use another model, for example one of the Llama, Qwen or Mistral kinds",
                 keyword=name,
             )
-    if attention_mask is not None or query.shape[0] != 1:
+    if isinstance(attention_mask, Tensor) or query.shape[0] != 1:
         raise ModelError(f"{type(module).__name__} brings an attention mask of its own, which this version does not serve")
     if value.shape[-1] != query.shape[-1] or key.shape[-1] != query.shape[-1]:
         raise ModelError(f"{type(module).__name__} has keys and values of unequal width, which this version does not serve")
@@ -135,9 +158,11 @@ def attend(
         segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
         segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = _Rule(scale, sliding_window, softcap, headstart.masks)
-    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    window = attention_mask.window if attention_mask is not None else sliding_window
     segments = headstart.segments
+    alone = s_aux is None and all(one.prefix is None for one in segments)
+    rule = _Rule(scale, window, softcap, headstart.masks, alone)
+    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
     if headstart.last is not None and layer == headstart.last[0]:
         segments = _wanted(segments, headstart.last[1])
         out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
@@ -205,6 +230,7 @@ class _Rule:
     window: int | None
     softcap: float | None
     masks: dict[object, Tensor]
+    alone: bool  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
 
     def cuts(self, position: int, at: int) -> bool:
         """Whether a row at `position` no longer sees a key at `at`."""
@@ -253,8 +279,14 @@ class _Rule:
         return self.masks[name]
 
     def _on_device(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
-        """By the device's own kernel where that is all there is to do; it tells no log-sum-exp, so parts go the plain way."""
-        return self._plain(q, keys, values, mask)
+        """By the device's own kernel, which tells no log-sum-exp; where one is needed, the plain way."""
+        if not self.alone:
+            return self._plain(q, keys, values, mask)
+        group = q.shape[1] // keys.shape[0]
+        if group > 1:  # repeated by hand: not every device's kernel groups heads by itself
+            keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+        out = functional.scaled_dot_product_attention(q, keys[None], values[None], attn_mask=mask, scale=self.scale)
+        return Part(out[0], out.new_empty(0))
 
     def _plain(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
         """Write the scores out, as many rows at a time as fit."""
@@ -286,9 +318,7 @@ def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
         part = _flash(folded, keys[None], values[None], scale)
     else:
         run = count // cuts
-        form = (kv_heads, cuts, run, width)
-        k, v = (tensor[:, : cuts * run].unflatten(1, (cuts, run)).transpose(0, 1) for tensor in (keys, values))
-        assert k.shape == (cuts, *form[:1], *form[2:])
+        k, v = (tensor[:, : cuts * run].view(kv_heads, cuts, run, width).transpose(0, 1) for tensor in (keys, values))
         outs, lses = _op(folded.expand(cuts, -1, -1, -1), k, v, scale)
         lses = lses.unsqueeze(-1)
         lse = lses.logsumexp(dim=0)

@@ -142,14 +142,17 @@ def probe(model: TorchModel) -> None:
     except _CANNOT_RUN as error:
         raise _not_run(model, error) from error
     model.config._attn_implementation = attention.NAME
+    why = None
     try:
         if packing.pack(model.module):
             _compare(model, tokens, want)
             return
     except (ModelError, *_CANNOT_RUN) as error:
         packing.unpack(model.module)
-        _log.warning("%s runs with plain weights, since packed ones do not serve it: %s", model.name, _first_line(error))
+        why = _first_line(error)
     _compare(model, tokens, want)
+    if why is not None:
+        _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
 
 
 def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:

@@ -37,13 +37,14 @@ class PackedLinear(nn.Module):
 
 def pack(module: nn.Module) -> bool:
     """Pack the linear layers of a model wherever that is possible, and return whether any was."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
     packed = False
     for parent, name, child in _children(module):
-        plain = type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32
-        if plain and id(child.weight) not in tied:
+        if not isinstance(child, nn.Linear) or type(child) is not nn.Linear or id(child.weight) in tied:
+            continue  # what builds on nn.Linear may do more; embeddings need plain weights
+        if child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
             setattr(parent, name, PackedLinear(child))
             packed = True
     return packed

@@ -28,9 +28,7 @@ class _Open:
 class SegmentFiles:
     """Handles of segment files by name. A handle is never closed under somebody who holds it."""
 
-    def __init__(
-        self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES, mode: OpenMode = "write"
-    ) -> None:
+    def __init__(self, disk: Disk, directory: Directory, *, max_idle: int = MAX_IDLE_FILES, mode: OpenMode = "write") -> None:
         self._mode: OpenMode = mode
         self._disk = disk
         self._directory = directory
