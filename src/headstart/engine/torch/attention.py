@@ -55,7 +55,7 @@ class KV(Protocol):
     def values(self, layer: int) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Prefix:
     """The KV of positions 0 … tokens-1, read only. Segments that name the same `Prefix` attend it together."""
 
