@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,3 +38,15 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     for asked in ("cuda", "cuda:0", "gpu"):
         with pytest.raises(ConfigError, match="auto, cpu"):
             choose_device(asked)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_memory_that_was_freed_is_taken_again_without_faults() -> None:
+    program = (
+        "import resource, torch; from headstart.engine.torch.hardware import keep_freed_memory\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "assert keep_freed_memory()\n"
+        "for _ in range(3):\n    before = faults(); torch.zeros(16 << 20).sum(); print(faults() - before)\n"
+    )
+    first, *_, last = map(int, subprocess.check_output([sys.executable, "-c", program], text=True).split())
+    assert last < first / 10

@@ -22,7 +22,7 @@ from headstart.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-_SERVED = "Llama, Qwen2, Qwen3 and Mistral kinds of model are"
+_SERVED = "Llama, Qwen, Mistral, Gemma, Mixtral, Phi, OLMo, gpt-oss and like kinds of model are"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
@@ -227,7 +227,7 @@ def _refuse_unserved(config: Any, folder: Path) -> None:
     elif not all(hasattr(text, name) for name in ("num_attention_heads", "hidden_size", "max_position_embeddings")):
         why = f"of kind {config.model_type!r}, whose configuration does not tell heads, width and context"
     if why is not None:
-        raise ModelError(f"{folder.name} is {why}, which is not served yet by this version; {_SERVED}", folder=folder)
+        raise ModelError(f"{folder.name} is {why}, which is not served yet by this version; {_SERVED} served", folder=folder)
 
 
 def _first_line(error: BaseException) -> str:
