@@ -5,9 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import attention, harness, hit, overhead, trace
+from benchmarks import attention, devices, harness, hit, index, joining, overhead, store, trace, write
 
-BENCHMARKS = {"attention": attention, "hit": hit, "overhead": overhead, "trace": trace}
+BENCHMARKS = {
+    "attention": attention,
+    "devices": devices,
+    "hit": hit,
+    "index": index,
+    "joining": joining,
+    "overhead": overhead,
+    "trace": trace,
+    "store": store,
+    "write": write,
+}
 ROOT = harness.RESULTS.parent.parent
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 
@@ -23,7 +33,7 @@ def main() -> None:
         benchmark = BENCHMARKS[name]
         result = benchmark.run(smoke=options.smoke)
         print(benchmark.table(result))
-        if not options.smoke:
+        if not options.smoke and "skipped" not in result:
             harness.write_result(name, result)
     if not options.smoke:
         write_page()

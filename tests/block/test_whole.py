@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from block.extents import Sealed, seal_random, sealed_extents
 from headstart.block.representation import Representation
 from headstart.block.whole import examine, part_of
 from headstart.errors import ExtentCorrupt
-from headstart.testing.fake_kv import UNEVEN
+from headstart.testing.fake_kv import UNEVEN, FakeKV
 
 STATEFUL = Representation(kind="opaque", layout="test/1", dtype="float32", layer_bytes=(300,), state="required")
 
@@ -32,6 +33,18 @@ def test_one_wrong_bit_anywhere_is_found_where_padding_counts(sealed: Sealed, se
     image[source.randrange(len(image))] ^= 1 << source.randrange(8)
     with pytest.raises(ExtentCorrupt):
         examine(memoryview(image), sealed.representation, padding=True)
+
+
+@pytest.mark.parametrize("at", [80, 95, -1])
+def test_a_header_with_something_in_its_padding_is_found_though_its_check_covers_that(at: int) -> None:
+    image = bytearray(FakeKV(UNEVEN, list(range(129))).image())
+    header = image[: int.from_bytes(image[12:16], "little")]
+    header[at] = 7
+    header[16:32] = xxhash.xxh3_128_digest(header[:16] + header[32:])
+    image[: len(header)] = header
+    assert len(examine(memoryview(image), UNEVEN).keys) == 2
+    with pytest.raises(ExtentCorrupt, match="padding"):
+        examine(memoryview(image), UNEVEN, padding=True)
 
 
 @settings(deadline=None)

@@ -228,6 +228,19 @@ def test_a_destination_of_the_wrong_size_fails_the_load_alone(caplog: pytest.Log
         assert load(cache, prompt(300)).usable_tokens == 256
 
 
+def test_a_destination_that_ends_its_thread_fails_the_load_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving:
+        def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+            raise SystemExit
+
+    with cache_of(disk()) as cache, caplog.at_level(logging.CRITICAL):
+        save(cache, prompt(300))
+        for _ in range(20):  # more than there are threads
+            with match(cache, prompt(300)) as lease:
+                assert lease.load(into=Leaving()).result(TIMEOUT_S) == 0
+        assert load(cache, prompt(300)).usable_tokens == 256
+
+
 def test_what_is_gone_when_the_lease_is_taken_shortens_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 2)
     tier = disk()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from hashlib import sha256
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.cache.prefixes import Prefixes, Spot
+from headstart.cache.prefixes import Prefixes, Spot, _Blocks
 from headstart.tier.base import ExtentId, ExtentInfo
 
 ROOT = b"r" * 16
@@ -40,7 +42,7 @@ def ends(prefixes: Prefixes) -> dict[bytes, tuple[int, int, int]]:
 
 
 def test_the_figure_of_the_module_is_what_it_says() -> None:
-    prefixes = Prefixes([extent("abcd", 0, 4), extent("abcdef", 4, 6), extent("abxy", 2, 4)])
+    prefixes = Prefixes.of([extent("abcd", 0, 4), extent("abcdef", 4, 6), extent("abxy", 2, 4)])
     assert ends(prefixes) == {keys_of("abcdef")[-1]: (6, 6000, 2000), keys_of("abxy")[-1]: (4, 6000, 2000)}
     assert prefixes.only_for({1}) == [1]
     assert prefixes.only_for({1, 2})[-1] == 0
@@ -51,16 +53,16 @@ def test_the_figure_of_the_module_is_what_it_says() -> None:
 
 
 def test_what_is_stored_twice_is_one_prefix_and_goes_with_it() -> None:
-    prefixes = Prefixes([extent("abc", 0, 3), extent("abcd", 0, 4), extent("abc", 1, 3)])
+    prefixes = Prefixes.of([extent("abc", 0, 3), extent("abcd", 0, 4), extent("abc", 1, 3)])
     assert ends(prefixes) == {keys_of("abcd")[-1]: (4, 4000, 4000)}
     assert set(prefixes.only_for({1})) == {0, 1, 2}
 
 
 def test_representations_stay_apart() -> None:
-    prefixes = Prefixes([extent("ab", 0, 2), extent("abcd", 2, 4, representation=b"S")])
+    prefixes = Prefixes.of([extent("ab", 0, 2), extent("abcd", 2, 4, representation=b"S")])
     assert {prefix.blocks for prefix in prefixes.all()} == {2}
     assert len(prefixes.all()) == 2
-    both = Prefixes([extent("ab", 0, 2), extent("ab", 0, 2, representation=b"S")])
+    both = Prefixes.of([extent("ab", 0, 2), extent("ab", 0, 2, representation=b"S")])
     (spots,) = both.find(keys_of("ab")[1].hex()[:9]).values()
     assert len(spots) == 2
 
@@ -71,13 +73,13 @@ def test_parents_that_lie_in_a_circle_end_too() -> None:
         ExtentInfo(**{name: getattr(one, name) for name in ExtentInfo.__slots__} | {"parent": two.keys[-1]}),
         ExtentInfo(**{name: getattr(two, name) for name in ExtentInfo.__slots__} | {"parent": one.keys[-1]}),
     ]
-    prefixes = Prefixes(circle)
+    prefixes = Prefixes.of(circle)
     assert sorted(prefixes.order([0, 1])) == [0, 1]
     assert all(len(prefixes.chain(Spot(i, 0))) <= 2 for i in (0, 1))
 
 
 def test_nothing_is_no_prefix() -> None:
-    prefixes = Prefixes([])
+    prefixes = Prefixes.of([])
     assert (prefixes.all(), prefixes.find("0" * 8), prefixes.only_for(set())) == ([], {}, [])
 
 
@@ -99,7 +101,7 @@ def forests(draw: st.DrawFn) -> list[tuple[str, int]]:
 @given(forests(), st.data())
 def test_prefixes_agree_with_a_plain_model(forest: list[tuple[str, int]], data: st.DataObject) -> None:
     extents = [extent(path, first, len(path), number=n) for n, (path, first) in enumerate(forest)]
-    prefixes = Prefixes(extents)
+    prefixes = Prefixes.of(extents)
     stored = {path[: n + 1] for path, first in forest for n in range(first, len(path))}
     leaves = {path for path in stored if not any(other != path and other.startswith(path) for other in stored)}
     needed = {
@@ -130,3 +132,10 @@ def test_prefixes_agree_with_a_plain_model(forest: list[tuple[str, int]], data: 
     assert {prefixes.at(Spot(i, extents[i].blocks - 1)).key for i in prefixes.continuing(spots[0])} == {
         keys_of(leaf)[-1] for leaf in leaves if leaf.startswith(some)
     }
+
+
+@pytest.mark.parametrize("tails", [b"\0\1\0", b"\0\0\1"])
+def test_keys_that_begin_alike_are_told_apart(tails: bytes) -> None:
+    keys = [bytes(15) + bytes([tail]) for tail in tails]
+    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+    assert _Blocks(rows).firsts().tolist() == [keys.index(key) for key in keys]

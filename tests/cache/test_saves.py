@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
@@ -26,16 +27,19 @@ from headstart.tier.memory import MemoryTier
 class WatchedKV:
     """A source that notes when it is read and can be told to fail."""
 
-    def __init__(self, kv: FakeKV, *, fail_at: int | None = None, spoil: int = 0) -> None:
+    def __init__(
+        self, kv: FakeKV, *, fail_at: int | None = None, spoil: int = 0, kind: type[BaseException] = RuntimeError
+    ) -> None:
         self.kv = kv
         self.fail_at = fail_at
+        self.kind = kind
         self.spoil = spoil
         self.reads = 0
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
         self.reads += 1
         if self.fail_at == self.reads:
-            raise RuntimeError("planted")
+            raise self.kind("planted")
         buffers = self.kv.buffers(layer, first, sizes)
         return buffers[self.spoil :]
 
@@ -115,14 +119,15 @@ def test_as_many_saves_may_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
         assert [ticket.wait(TIMEOUT_S).reason for ticket in (first, *later[:3])] == [None] * 4
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, CancelledError])
 @pytest.mark.parametrize(("fail_at", "spoil"), [(1, 0), (2, 0), (None, 1)])
 def test_a_source_that_fails_loses_its_save_and_no_other(
-    fail_at: int | None, spoil: int, caplog: pytest.LogCaptureFixture
+    fail_at: int | None, spoil: int, kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = disk()
     kv = prompt(640)
     with cache_of(tier) as cache, caplog.at_level(logging.CRITICAL):
-        ticket = cache.save(kv.tokens, WatchedKV(kv, fail_at=fail_at, spoil=spoil))
+        ticket = cache.save(kv.tokens, WatchedKV(kv, fail_at=fail_at, spoil=spoil, kind=kind))
         assert ticket.wait(TIMEOUT_S) == SaveResult(0, 0, "error")
         assert (cache.statistics().counters["save_errors"], extents(tier)) == (1, 0)
         assert save(cache, kv).stored_tokens == 640

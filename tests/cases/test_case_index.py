@@ -51,6 +51,7 @@ FILES = {
     "sharing": "tier/disk/test_disk_sharing.py",
     "strangers": "tier/disk/test_disk_strangers.py",
     "pressure": "tier/disk/test_disk_pressure.py",
+    "only read": "tier/disk/test_disk_only_read.py",
     "wrong": "tier/disk/test_disk_wrong_use.py",
     "writing": "tier/disk/test_disk_writing.py",
     "door": "tier/disk/test_disk_door.py",
@@ -234,6 +235,7 @@ C120  A clock that jumps ends no life early and makes none eternal; leases know 
 C122  Of two classes the longer one wins in either order, and a head is kept with its tail.
       retention · test_of_two_classes_the_longer_one_holds_whichever_came_first
       retention · test_a_head_that_is_kept_with_its_tail_is_promised_as_much
+      retention · test_a_head_grows_as_old_as_what_continues_it
 C123  Nothing is executed from what is read.
       absences · test_nothing_runs_what_it_reads
 C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhere.
@@ -242,10 +244,12 @@ C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhe
 C137  Without allocation ahead and holes everything works, by what is charged.
       directories · test_without_fallocate_everything_is_stored_served_and_bounded
       writing · test_holes_that_cannot_be_made_do_not_empty_the_tier
-C138  A directory is private to its user whatever the umask; to another one it is a miss and a sentence.
+C138  A directory is private to its user whatever the umask; to another one a miss and a sentence, or readable.
       directories · test_another_users_directory_is_a_miss_and_a_sentence
       reopen · test_directories_and_files_are_private
       wrong · test_a_directory_that_cannot_be_written
+      only read · test_a_read_only_mount_serves_hits_and_skips_stores_with_one_warning
+      only read · test_another_users_files_that_may_be_read_are_hits_and_nothing_of_them_changes
 """
 
 ELSEWHERE = {

@@ -60,7 +60,7 @@ def image_of(prompt: FakeKV, first: int = 0, pieces: int | None = None, *, reten
 
 def write(tier: DiskTier, prompt: FakeKV, first: int = 0, pieces: int | None = None, **terms: str) -> None:
     image = image_of(prompt, first, pieces, retention=terms.get("retention", "default"))
-    outcome = tier.write(image, prompt.representation, terms=Terms(**terms), position=first)
+    outcome = tier.write(image, prompt.representation, terms=Terms(**terms))
     assert outcome.reason == "written"
 
 

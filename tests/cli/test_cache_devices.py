@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from headstart.cli.cache.devices import devices
 from headstart.errors import NotThere, TierUnavailable
+from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier
 
 
@@ -22,16 +23,27 @@ def told(*arguments: object) -> list[dict[str, object]]:
 def test_a_device_is_added_drained_and_removed_by_command(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     DiskTier.open(a, capacity_bytes=1 << 20).close()
-    assert told(a) == [{"path": str(a), "state": "active", "there": True}]
+    assert told(a) == [{"name": "", "path": str(a), "state": "active", "there": True}]
     assert [one["path"] for one in told(a, "--add", b)] == [str(a), str(b)]
     assert [one["state"] for one in told(b, "--drain", b)] == ["active", "draining"]
     with pytest.raises(TierUnavailable, match="has not been drained"):
         told(a, "--remove", b)
     assert [one["state"] for one in told(a, "--remove", b, "--force")] == ["active", "removed"]
-    assert told(b) == [{"path": str(b), "state": "active", "there": True}]  # a cache of its own again
+    assert told(b) == [{"name": "", "path": str(b), "state": "active", "there": True}]  # a cache of its own again
 
 
 def test_a_directory_without_a_cache_has_no_devices(tmp_path: Path) -> None:
     with pytest.raises(NotThere):
         told(tmp_path / "nowhere", "--add", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_devices_are_called_in_metrics_what_the_command_calls_them(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    tier = DeviceTier.open(
+        paths,
+        open_directory=lambda path, nbytes: DiskTier.open(path, capacity_bytes=nbytes),
+        capacities=lambda rooms: [1 << 20] * len(rooms),
+    )
+    assert {one.name for one in tier.statistics().devices} == {one["name"] for one in told(tmp_path / "a")}
+    tier.close()

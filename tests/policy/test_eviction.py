@@ -7,10 +7,13 @@ import numpy as np
 from hypothesis import given
 
 from headstart.policy.eviction import Worth, choose_victims, worth_of
+from headstart.policy.retention import FOREVER_MS
 
 NOW = 50
 Row = tuple[int, int, bool, int]  # last used, promised until, held, parent
-rows = st.tuples(st.integers(0, 20), st.sampled_from([0, NOW - 1, NOW + 10, NOW + 20]), st.booleans(), st.integers(-1, 60))
+rows = st.tuples(
+    st.integers(0, 20), st.sampled_from([0, NOW - 1, NOW + 10, NOW + 20, FOREVER_MS]), st.booleans(), st.integers(-1, 60)
+)
 
 
 @st.composite
@@ -58,6 +61,11 @@ def test_what_is_promised_goes_only_when_the_rest_is_not_enough() -> None:
     forest = [(1, NOW + 1, False, -1), (9, NOW, False, -1), (5, 0, False, -1)]
     assert choose(forest, 20) == [2, 1]
     assert choose(forest, 21) == [2, 1, 0]
+
+
+def test_what_is_promised_for_ever_goes_after_all_that_is_promised_for_a_time() -> None:
+    forest = [(1, FOREVER_MS, False, -1), (9, NOW + 1, False, -1), (5, FOREVER_MS, False, -1)]
+    assert choose(forest, 30) == [1, 0, 2]
 
 
 def test_more_than_is_needed_goes_only_as_far_as_nothing_is_promised() -> None:

@@ -23,7 +23,7 @@ def test_what_is_joined_is_long_then_and_no_longer_than_it_may_be(nbytes: list[i
 
 
 @given(sizes)
-def test_bytes_that_are_long_already_are_written_anew_only_beside_a_third_as_many_short_ones(nbytes: list[int]) -> None:
+def test_bytes_that_are_long_already_are_written_anew_only_beside_half_as_many_short_ones(nbytes: list[int]) -> None:
     for group in choose_joins(nbytes, layers=1, most_bytes=MOST):
         members = nbytes[group.start : group.stop]
         short = sum(size for size in members if size < KNEE)

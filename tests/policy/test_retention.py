@@ -45,8 +45,8 @@ def test_a_quota_is_a_size_or_a_share_and_nobody_without_a_name_has_one() -> Non
     retention = Retention.of("", "acme=2KiB, beta=30%, *=50%")
     quotas = {tenant: retention.quota_bytes(tenant, capacity_bytes=10_000) for tenant in ("acme", "beta", "gamma", "")}
     assert quotas == {"acme": 2048, "beta": 3000, "gamma": 5000, "": None}
-    half = retention.shared_by(2)
-    assert [half.quota_bytes(tenant, capacity_bytes=5000) for tenant in ("acme", "beta")] == [1024, 1500]
+    quarter = {tenant: retention.quota_bytes(tenant, capacity_bytes=2500, whole_bytes=10_000) for tenant in ("acme", "beta")}
+    assert quarter == {"acme": 512, "beta": 750}
     assert Retention.of("", "acme=2KiB").quota_bytes("beta", capacity_bytes=10_000) is None
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _LABELS = ("model_name", "engine")
+_MOST_NAMES = 100  # of classes and of tenants: anybody may name one
 # Counters named <kind>_<something>, and what the something is.
 _KINDS = {
     **dict.fromkeys(("deleted", "evicted", "load_failed", "match_missed", "quarantined", "read_failed"), "reason"),
@@ -161,14 +162,69 @@ def _cache_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iter
         for tier in statistics.tiers:
             gauge.add_metric((*labels, tier.name), getattr(tier, measure))
         yield gauge
+    classes = [((*labels, tier.name), tier.live_bytes_by_class) for tier in statistics.tiers]
+    yield _live_bytes("headstart_tier_live_bytes_by_class", "class", classes)
+    tenants = [((*labels, tier.name), tier.live_bytes_by_tenant) for tier in statistics.tiers]
+    yield _live_bytes("headstart_tier_live_bytes_by_tenant", "tenant", tenants)
     paused = GaugeMetricFamily(
         "headstart_tier_paused", "1 while the tier stores nothing; the log and /health say why.", labels=with_tier
     )
     for tier in statistics.tiers:
         paused.add_metric((*labels, tier.name), bool(tier.paused))
     yield paused
+    yield from _device_metrics(statistics, labels)
+    ratio = GaugeMetricFamily(
+        "headstart_tier_bytes_written_per_hit_token",
+        "Bytes written since the start for each token that was read back; absent before the first.",
+        labels=with_tier,
+    )
+    for tier in statistics.tiers:
+        hit_tokens = statistics.counters.get(f"loaded_tokens_{tier.name}", 0)
+        if hit_tokens and (written_bytes := tier.counters.get("bytes_written")) is not None:
+            ratio.add_metric((*labels, tier.name), written_bytes / hit_tokens)
+    yield ratio
     rows = [((*labels, tier.name), tier.counters) for tier in statistics.tiers]
     yield from _counters("headstart_tier", "A counter of the tier.", with_tier, rows)
+
+
+def _live_bytes(metric: str, what: str, rows: Sequence[tuple[Sequence[str], Mapping[str, int]]]) -> Metric:
+    """Return how many bytes are of each: the largest ones apart and the others as "*", so that the series are bounded."""
+    about = f"Bytes that can be found, by {what}; '*' are all that are not among the {_MOST_NAMES} largest."
+    family = GaugeMetricFamily(metric, about, labels=(*_LABELS, "tier", what))
+    for labels, sums in rows:
+        names = sorted(sums, key=lambda name: (-sums[name], name))
+        for name in names[:_MOST_NAMES]:
+            family.add_metric((*labels, name), sums[name])
+        if others := sum(sums[name] for name in names[_MOST_NAMES:]):
+            family.add_metric((*labels, "*"), others)
+    return family
+
+
+def _device_metrics(statistics: CacheStatistics, labels: tuple[str, str]) -> Iterator[Metric]:
+    """Return what tells the devices of a tier apart; nothing where it lies on one."""
+    with_device = (*_LABELS, "tier", "device")
+    devices = [((*labels, tier.name, device.name), device) for tier in statistics.tiers for device in tier.devices]
+    if not devices:
+        return
+
+    def family(
+        name: str, about: str, values: Iterable[float], *, kind: type[GaugeMetricFamily | CounterMetricFamily]
+    ) -> Metric:
+        found = kind(name, about, labels=with_device)
+        for (its, _), value in zip(devices, values, strict=True):
+            found.add_metric(its, value)
+        return found
+
+    def gauge(name: str, about: str, values: Iterable[float]) -> Metric:
+        return family(name, about, values, kind=GaugeMetricFamily)
+
+    yield gauge("headstart_device_paused", "1 while it takes nothing; /health says why.", [bool(d.paused) for _, d in devices])
+    yield gauge("headstart_device_capacity_bytes", "Most that it may hold.", [d.capacity_bytes for _, d in devices])
+    yield gauge("headstart_device_allocated_bytes", "What its file system charges.", [d.allocated_bytes for _, d in devices])
+    yield gauge("headstart_device_live_bytes", "Bytes on it that can be found.", [d.live_bytes for _, d in devices])
+    for name, counter in (("headstart_device_bytes_read", "bytes_read"), ("headstart_device_bytes_written", "bytes_written")):
+        values = [d.counters.get(counter, 0) for _, d in devices]
+        yield family(name, "Of one device.", values, kind=CounterMetricFamily)
 
 
 def _counters(

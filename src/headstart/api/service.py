@@ -22,6 +22,7 @@ from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooM
 from headstart.api.metrics import Metrics
 from headstart.api.openai import Ask, usage_of
 from headstart.api.served import Served
+from headstart.cache.prefix_cache import CacheStatistics
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.errors import HeadstartError, RequestError
 from headstart.render import TextStream
@@ -88,7 +89,8 @@ class Service:
             part for part in why if part.startswith("cache.")
         ]  # of a setting; what went wrong with a tier names its directory
         cache = "; ".join([said, *told, *(["the server's log says why"] if len(told) < len(why) else [])])
-        cache = "; ".join([cache, *_paused(state)])
+        paused = [] if state.cache is None else paused_tiers(state.cache.statistics())
+        cache = "; ".join([cache, *paused])
         facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
         return 503 if self._closing else 200, status | facts
 
@@ -368,11 +370,16 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
     )
 
 
-def _paused(served: Served) -> list[str]:
-    """Return a sentence for every tier that stores nothing now."""
-    tiers = () if served.cache is None else served.cache.statistics().tiers
-    return [
+def paused_tiers(statistics: CacheStatistics) -> list[str]:
+    """Return a sentence for every tier that stores nothing now, and for every device of one that does not take part."""
+    said = [
         f"nothing is stored in the tier {tier.name!r} for now, what is there is still read: {tier.paused}"
-        for tier in tiers
+        for tier in statistics.tiers
         if tier.paused
+    ]
+    return said + [
+        f"device {device.name} of the tier {tier.name!r} takes nothing for now: {device.paused}"
+        for tier in statistics.tiers
+        for device in tier.devices
+        if device.paused
     ]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.checks import STATE_LAYER, flat, piece_check
-from headstart.block.extent import ExtentHeader, decode_header, seal, verify_chain
+from headstart.block.extent import ExtentHeader, decode_header, encode_header, seal, verify_chain
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.layout import ALIGNMENT, ExtentLayout, layout_of, padded
 from headstart.block.representation import Representation
@@ -40,6 +40,9 @@ def examine(image: memoryview, representation: Representation, *, padding: bool 
             raise ExtentCorrupt("an extent's boundary state is not what was written", reason="state")
     if padding:
         _require_zeros(image[state_end:])
+        _require_zeros(memoryview(b"" if header.state_bytes else header.state_check))
+        if image[: layout.header_bytes] != encode_header(header, representation):  # a check of its own covers what is there
+            raise ExtentCorrupt("something stands where a header's padding belongs", reason="padding")
     return header
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +15,11 @@ from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
 from headstart.tier.devices import DeviceTier
+from headstart.tier.devices.rooms import room_of, rooms_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 
+_ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
 _log = logging.getLogger(__name__)
 
 
@@ -36,19 +37,13 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         except (OSError, MemoryError, ValueError) as error:
             warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
     if config.enabled:
+        _require_budget(config)
         try:
-            file_systems = {room.device: room.total_bytes for room in _rooms(config.directories)}
-            if config.write_budget != "unlimited":
-                write_budget_bytes = parse_size(config.write_budget, of_bytes=sum(file_systems.values()))
-                if not write_budget_bytes:
-                    message = "cache.write_budget of 0 keeps nothing"
-                    raise ConfigError(
-                        f'{message}; write "unlimited" for no limit, or switch the disk off with cache.capacity = "0"'
-                    )
-            if parse_size(config.capacity, of_bytes=100 * sum(file_systems.values())):
+            if parse_size(config.capacity, of_bytes=_ANY_DISK_BYTES):
                 disk = _open_disk(config)
                 tiers.append(disk)
                 warnings += disk.warnings
+                write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier, so prompts are forgotten with the process: {error}")
     for warning in warnings:
@@ -66,10 +61,10 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
 def _open_disk(config: CacheConfig) -> DeviceTier:
     """Return the disk tier over all its directories. Raises StoreError, OSError, ValueError where not one can be had."""
 
-    retention = Retention.of(config.retention, config.quotas).shared_by(len(config.directories))
+    retention = Retention.of(config.retention, config.quotas)
 
     def open_directory(directory: Path, capacity_bytes: int) -> DiskTier:
-        (room,) = _rooms([directory])
+        room = room_of(directory)
         min_free_bytes = parse_size(config.min_free, of_bytes=room.total_bytes)
         tier = DiskTier.open(
             directory,
@@ -88,27 +83,32 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         )
         return tier
 
-    def capacities(used: Sequence[Path]) -> list[int]:
-        rooms = _rooms(used)
-        if config.capacity.strip().endswith("%"):
-            return [parse_size(config.capacity, of_bytes=nbytes) for nbytes in split_evenly(rooms, 1.0)]
-        return split_total(rooms, parse_size(config.capacity))
+    return DeviceTier.open(
+        config.directories, open_directory=open_directory, capacities=lambda rooms: capacities_of(config, rooms)
+    )
 
-    return DeviceTier.open(config.directories, open_directory=open_directory, capacities=capacities)
+
+def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
+    """Return what each directory may hold by configuration, given the file systems that they lie on."""
+    if config.capacity.strip().endswith("%"):
+        return [parse_size(config.capacity, of_bytes=nbytes) for nbytes in split_evenly(rooms, 1.0)]
+    return split_total(rooms, parse_size(config.capacity))
+
+
+def _require_budget(config: CacheConfig) -> None:
+    if config.write_budget != "unlimited" and not parse_size(config.write_budget, of_bytes=_ANY_DISK_BYTES):
+        message = "cache.write_budget of 0 keeps nothing"
+        raise ConfigError(f'{message}; write "unlimited" for no limit, or switch the disk off with cache.capacity = "0"')
+
+
+def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:
+    """Return what may be written a day; None for any amount, and where no file system says how large it is."""
+    if config.write_budget == "unlimited":
+        return None
+    sizes = {room.device: room.total_bytes for room in rooms_of(directories) if room is not None}
+    return parse_size(config.write_budget, of_bytes=sum(sizes.values())) or None
 
 
 def _size(nbytes: int) -> str:
     """Return a size for people: GiB from one on, else MiB."""
     return f"{nbytes / (1 << 30):,.4g} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.4g} MiB"
-
-
-def _rooms(directories: Sequence[Path]) -> list[Room]:
-    """Return the file system that each directory is or will be on; one that cannot be told has no room."""
-    rooms = []
-    for number, directory in enumerate(directories):
-        try:
-            there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-            rooms.append(Room(there.stat().st_dev, shutil.disk_usage(there).total))
-        except OSError:
-            rooms.append(Room(-1 - number, 0))
-    return rooms

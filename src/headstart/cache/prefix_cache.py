@@ -31,8 +31,9 @@ from headstart.block.representation import Representation
 from headstart.cache.faults import counted
 from headstart.cache.lease import Lease
 from headstart.cache.lookup import Pieces, Run, longest_prefix, pieces_of
-from headstart.cache.saver import Saver, SaveRequest, SaveResult, Ticket
+from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
+from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Problem, Terms, Tier, TierStatistics
@@ -55,6 +56,8 @@ class PrefixCache:
 
     `save_queue_bytes`: how much of the caller's KV memory saves that wait may keep alive, before one is dropped.
     `match_timeout_s`: how long a match waits for tiers on a medium; what faster tiers have counts, the rest is then a miss.
+    `write_budget_bytes`: what may be written in 24 hours to each tier that is not memory, None for any amount; see
+    `policy.admission` for what goes without when it runs short.
     `warnings`: one sentence for each tier that was asked for and could not be had."""
 
     def __init__(
@@ -66,6 +69,7 @@ class PrefixCache:
         save_queue_bytes: int = 4 << 30,
         load_timeout_s: float = 30.0,
         match_timeout_s: float = 0.2,
+        write_budget_bytes: int | None = None,
         warnings: Sequence[str] = (),
     ) -> None:
         self.identity = identity
@@ -79,7 +83,13 @@ class PrefixCache:
         self._closed = False
         self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
-        self._saver = Saver(self._sources, representation, queue_bytes=save_queue_bytes, counters=self._counters)
+        self._saver = Saver(
+            self._sources,
+            representation,
+            queue_bytes=save_queue_bytes,
+            counters=self._counters,
+            write_budget_bytes=write_budget_bytes,
+        )
 
     def match(
         self,

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.tier.base import ExtentInfo
+from headstart.tier.columns import PREFIX_BYTES, ExtentColumns
 
-PREFIX_BYTES = 16  # of a key: what tiers remember
 NONE = -1
 
 
@@ -44,42 +44,50 @@ class Prefix:
 class Prefixes:
     """The forest that a list of extents is. They may lie in several directories; several representations stay apart.
 
-    `find` and what follows from it take a second for a million blocks."""
+    A million blocks take a second. Of `extents` only those are looked at that end a prefix which somebody asks for."""
 
-    def __init__(self, extents: Sequence[ExtentInfo]) -> None:
+    def __init__(self, columns: ExtentColumns, extents: Sequence[ExtentInfo]) -> None:
         self.extents = extents
-        n = len(extents)
+        self._columns = columns
+        n = len(columns)
         self._before = np.full(n, NONE, np.int64)  # the extent that holds the block before the first
         self._before_position = np.zeros(n, np.int64)
         self._hidden = np.zeros(n, np.bool_)  # its last block is found elsewhere, so nothing runs on from it
         self._stem = np.full(n, NONE, np.int64)  # of a hidden or inner extent: which other one has its last block
-        by_representation: dict[bytes, list[int]] = {}
-        for i, info in enumerate(extents):
-            by_representation.setdefault(info.representation, []).append(i)
         self._inner = np.zeros(n, np.bool_)  # its last block lies inside another extent
-        for members in by_representation.values():
-            self._join(members)
+        for number in range(len(columns.representations)):
+            self._join(np.flatnonzero(columns.representation == number))
         self._order = self._parents_first()
         # Lists and not arrays: they are gone through one by one.
         parents, positions = self._before.tolist(), self._before_position.tolist()
+        blocks, nbytes = columns.blocks.tolist(), columns.nbytes.tolist()
         self._blocks_before, self._bytes_before, self._own = [0] * n, [0] * n, [0] * n
         continued = [False] * n  # behind its last block
         for i in self._order:
             before = parents[i]
             if before != NONE:
                 self._blocks_before[i] = self._blocks_before[before] + positions[i] + 1
-                self._bytes_before[i] = self._bytes_before[before] + extents[before].extent_bytes
-                continued[before] = continued[before] or positions[i] == extents[before].blocks - 1
+                self._bytes_before[i] = self._bytes_before[before] + nbytes[before]
+                continued[before] = continued[before] or positions[i] == blocks[before] - 1
         self._leaf = ~np.array(continued, np.bool_) & ~self._hidden & ~self._inner
         self._leaves_below = self._summed_up(self._leaf)
         leaves_below = self._leaves_below.tolist()
         for i in self._order:  # an extent that one prefix alone needs is that prefix's own; its own ones end the chain
             if leaves_below[i] == 1:
-                self._own[i] = extents[i].extent_bytes + (self._own[parents[i]] if parents[i] != NONE else 0)
+                self._own[i] = nbytes[i] + (self._own[parents[i]] if parents[i] != NONE else 0)
+
+    @classmethod
+    def of(cls, extents: Sequence[ExtentInfo]) -> Prefixes:
+        return cls(ExtentColumns.of(extents), extents)
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """The extents that end a prefix which no other one continues."""
+        return np.flatnonzero(self._leaf)
 
     def all(self) -> list[Prefix]:
         """Return every prefix that no other one continues."""
-        return [self.at(Spot(i, self.extents[i].blocks - 1)) for i in np.flatnonzero(self._leaf).tolist()]
+        return [self.at(Spot(i, self.extents[i].blocks - 1)) for i in self.ends.tolist()]
 
     def at(self, spot: Spot) -> Prefix:
         """Return the prefix that ends with a block, whether or not others continue it."""
@@ -102,20 +110,20 @@ class Prefixes:
     def find(self, digits: str) -> dict[bytes, list[Spot]]:
         """Return the blocks whose key begins with these hex digits, by key; of equal keys in several representations all."""
         digits = digits.lower()[: 2 * PREFIX_BYTES]
-        wanted = bytes.fromhex(digits[: len(digits) // 2 * 2])
-        low, high = (int(digits[-1], 16),) * 2 if len(digits) % 2 else (0, 15)
-        found: dict[bytes, list[Spot]] = {}
-        seen: set[tuple[bytes, bytes]] = set()
-        for i, info in enumerate(self.extents):
-            for position, key in enumerate(info.keys):
-                if key.startswith(wanted) and (len(wanted) == PREFIX_BYTES or low <= key[len(wanted)] >> 4 <= high):
-                    key = key[:PREFIX_BYTES]
-                    if (info.representation, key) not in seen or not self._hidden[i]:
-                        spots = found.setdefault(key, [])
-                        spots[:] = [s for s in spots if self.extents[s.extent].representation != info.representation]
-                        spots.append(Spot(i, position))
-                        seen.add((info.representation, key))
-        return found
+        whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
+        keys, columns = self._columns.keys, self._columns
+        fits = (keys[:, : len(whole)] == whole).all(axis=1)
+        if len(digits) % 2:
+            fits &= keys[:, len(whole)] >> 4 == int(digits[-1], 16)
+        rows = np.flatnonzero(fits)
+        ends = columns.ends
+        owners = np.searchsorted(ends, rows, side="right")
+        found: dict[bytes, dict[int, Spot]] = {}
+        for row, i in zip(rows.tolist(), owners.tolist(), strict=True):
+            spots, representation = found.setdefault(keys[row].tobytes(), {}), int(columns.representation[i])
+            if representation not in spots or not self._hidden[i]:
+                spots[representation] = Spot(i, row - int(ends[i]) + int(columns.blocks[i]))
+        return {key: list(spots.values()) for key, spots in found.items()}
 
     def chain(self, spot: Spot) -> list[int]:
         """Return the extents that hold a prefix, the first blocks first."""
@@ -128,13 +136,9 @@ class Prefixes:
         """Return how many blocks of each extent of a chain belong to the prefix that ends at `spot`."""
         return [int(self._before_position[follower]) + 1 for follower in chain[1:]] + [spot.position + 1]
 
-    def blocks_before(self, extent: int) -> int:
-        """Return how many blocks of the prompt lie before an extent's first."""
-        return self._blocks_before[extent]
-
     def continuing(self, spot: Spot) -> set[int]:
         """Return the extents that end the prefixes which go through a block."""
-        within = np.zeros(len(self.extents), np.bool_)
+        within = np.zeros(len(self._columns), np.bool_)
         for i in self._order:
             before = int(self._before[i])
             if before != NONE and (within[before] or (before == spot.extent and self._before_position[i] >= spot.position)):
@@ -145,7 +149,7 @@ class Prefixes:
     def only_for(self, ends: Collection[int]) -> list[int]:
         """Return the extents that are needed for no prefix but those that end with `ends`, the last blocks first. Extents whose
         blocks are all found elsewhere as well go with those."""
-        chosen = np.zeros(len(self.extents), np.bool_)
+        chosen = np.zeros(len(self._columns), np.bool_)
         chosen[list(ends)] = True
         left = self._summed_up(self._leaf & ~chosen)
         going = (left == 0) & ((self._leaves_below > 0) | chosen)
@@ -177,17 +181,17 @@ class Prefixes:
                 sums[parents[i]] += sums[i]
         return np.array(sums, np.int64)
 
-    def _join(self, members: Sequence[int]) -> None:
+    def _join(self, at: npt.NDArray[np.int64]) -> None:
         """Find, for the extents of one representation, what each runs on from."""
-        infos = [self.extents[i] for i in members]
-        keys = _rows([key[:PREFIX_BYTES] for info in infos for key in info.keys])
-        blocks = np.array([info.blocks for info in infos], np.int64)
+        columns = self._columns
+        alone = len(columns.representations) == 1
+        keys = columns.keys if alone else columns.keys[np.isin(np.repeat(np.arange(len(columns)), columns.blocks), at)]
+        blocks = columns.blocks[at]
         ends = np.cumsum(blocks) - 1
-        at = np.array(members, np.int64)
-        here = np.arange(len(members), dtype=np.int64)
+        here = np.arange(len(at), dtype=np.int64)
         owners = np.repeat(here, blocks)
         index = _Blocks(keys)
-        firsts = index.find(keys)
+        firsts = index.firsts()
         new = firsts == np.arange(len(keys))
         elsewhere = ~new[ends]
         last_found = owners[firsts[ends]]
@@ -200,9 +204,9 @@ class Prefixes:
         for i, end in enumerate(ends.tolist() if second else ()):
             longer = second.get(keys[end].tobytes(), i)
             if longer != i and not elsewhere[i]:
-                self._inner[members[i]] = True
-                self._stem[members[i]] = members[longer]
-        found = index.find(_rows([info.parent[:PREFIX_BYTES].ljust(PREFIX_BYTES, b"\0") for info in infos]))
+                self._inner[at[i]] = True
+                self._stem[at[i]] = at[longer]
+        found = index.find(columns.parents[at])
         parents = owners[found]
         known = (found != NONE) & (parents != here)  # its own block cannot come before it, whatever a journal says
         self._before[at] = np.where(known, at[parents], NONE)
@@ -217,8 +221,8 @@ class Prefixes:
         order: list[int] = []
         ready = followers.get(NONE, [])
         seen = set[int]()
-        rest = iter(range(len(self.extents)))
-        while len(order) < len(self.extents):
+        rest = iter(range(len(self._columns)))
+        while len(order) < len(self._columns):
             while ready:
                 i = ready.pop()
                 if i not in seen:
@@ -238,8 +242,20 @@ class _Blocks:
 
     def __init__(self, keys: npt.NDArray[np.uint8]) -> None:
         words = _words(keys)
+        self._keys = keys
         self._order = np.argsort(words[:, 0], kind="stable")
         self._heads, self._tails = words[self._order, 0], words[self._order, 1]
+
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """Return for each key of the list where it stands first: itself, unless it stood before."""
+        alike = self._heads[1:] == self._heads[:-1]
+        if (alike & (self._tails[1:] != self._tails[:-1])).any():  # equal ones need not be neighbours
+            return self.find(self._keys)
+        begins = np.arange(len(self._order))
+        begins[1:][alike] = 0
+        firsts = np.empty(len(self._order), np.int64)
+        firsts[self._order] = self._order[np.maximum.accumulate(begins)]
+        return firsts
 
     def find(self, keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
         words = _words(keys)
@@ -258,7 +274,3 @@ class _Blocks:
 
 def _words(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(keys).view(np.uint64)
-
-
-def _rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, PREFIX_BYTES)

@@ -10,10 +10,9 @@ What else is written for the cache's sake is written here as well: that extents 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from headstart.cache.extents import ExtentBuilder
 from headstart.cache.faults import counted
 from headstart.cache.lookup import Pieces, absent_runs, pieces_of
 from headstart.cache.source import Source
+from headstart.cache.ticket import SaveResult, Ticket
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, Terms
 from headstart.transfer.load import KVView
@@ -42,67 +42,6 @@ _TENDING_SHARE = 0.25  # of the time that nothing else is done
 _SAVING_SHARE = 0.75  # of the time for closing; the rest is for the extent under way, for reads and for the tiers
 _STORED = ("written", "present")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """Tokens of the prompt that are in the slowest tier that takes writes now (`stored_tokens`), new bytes written, and, when
-    something was not kept, why: "queue-full", "full", "error", "closed", "forked" …"""
-
-    stored_tokens: int
-    written_bytes: int
-    reason: str | None
-
-
-class Ticket:
-    """What became of a save. `wait(timeout_s) -> SaveResult`; `done`; never raises for a medium that failed."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._condition = Condition()
-        self._result: SaveResult | None = None
-        self._callbacks: list[Callable[[Ticket], None]] = []
-
-    @property
-    def done(self) -> bool:
-        """True once nothing is read from the source any more."""
-        return self._result is not None
-
-    def wait(self, timeout_s: float = 30.0) -> SaveResult:
-        """Return what became of the save; with reason "timeout" while it is still under way after `timeout_s`."""
-        if os.getpid() != self._pid:  # whoever saves is in the parent, and may have held the lock when it forked
-            return self._result or SaveResult(stored_tokens=0, written_bytes=0, reason="forked")
-        with self._condition:
-            self._condition.wait_for(lambda: self._result is not None, timeout_s)
-            return self._result or SaveResult(stored_tokens=0, written_bytes=0, reason="timeout")
-
-    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
-        """Call back once the source may go (at once if that is so already)."""
-        with self._condition:
-            if self._result is None:
-                self._callbacks.append(callback)
-                return
-        self._call(callback)
-
-    def finish(self, result: SaveResult) -> None:
-        """Settle the ticket. The first result counts."""
-        with self._condition:
-            if self._result is not None:
-                return
-            self._result = result
-            callbacks, self._callbacks = self._callbacks, []
-            self._condition.notify_all()
-        for callback in callbacks:
-            self._call(callback)
-
-    def __repr__(self) -> str:
-        return f"<Ticket {self._result or 'of a save under way'}>"
-
-    def _call(self, callback: Callable[[Ticket], None]) -> None:
-        try:
-            callback(self)
-        except Exception:  # noqa: BLE001 - an engine's mistake must not end the saver's thread
-            _log.exception("a callback of a ticket failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +156,7 @@ class Saver:
                 request, nbytes, ticket = self._queue.popleft()
             try:
                 result = self._save(request)
-            except Exception:  # noqa: BLE001 - the thread's outer edge: a source that fails must not end all saving
+            except BaseException:  # noqa: BLE001 - the thread's outer edge: a source that fails must not end all saving
                 self._counters.add("save_errors")
                 _log.exception("a save failed unexpectedly")
                 result = SaveResult(stored_tokens=0, written_bytes=0, reason="error")
@@ -317,7 +256,7 @@ class Saver:
                     request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % depth
                 )
                 position = first * per_piece
-                write = partial(self._write, image, takers, request.terms, position)
+                write = partial(self._write, image, takers, request.terms)
                 reasons = pool.submit(write) if pool else _done(write())
                 under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
                 first += taken
@@ -325,13 +264,13 @@ class Saver:
                 written_bytes += self._end_write(writing)
         return written_bytes
 
-    def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms, position: int) -> list[str]:
+    def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms) -> list[str]:
         """Write one extent to each target; return what each says became of it."""
         reasons = []
         for target in targets:
             reason = "error"
             with counted(self._counters, target.tier, "write"):
-                reason = target.tier.write(image, self._representation, terms=terms, position=position).reason
+                reason = target.tier.write(image, self._representation, terms=terms).reason
             reasons.append(reason)
         return reasons
 

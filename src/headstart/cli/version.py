@@ -11,6 +11,7 @@ import click
 
 from headstart import __version__
 from headstart.block.representation import FORMAT_VERSION
+from headstart.transfer import native
 
 
 @click.command()
@@ -24,6 +25,7 @@ def version(as_json: bool) -> None:
         "platform": platform.platform(),
         "torch": _installed("torch"),
         "transformers": _installed("transformers"),
+        "disk reader": "Python" if native.reader() is None else "C",
     }
     if as_json:
         click.echo(json.dumps({name.replace(" ", "_"): fact for name, fact in facts.items()}))

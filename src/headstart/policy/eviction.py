@@ -1,6 +1,7 @@
 """Which extents give way. Pure: numbers in, victims out.
 
-promised to nobody  →  promised (then a promise is broken)  →  those before an extent that may not go
+promised to nobody  →  promised (then a promise is broken)  →  for ever (pins that take too much)
+                    →  those before an extent that may not go
 in each: the least recently used first, and an extent never before those that continue it
 """
 
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_UNPROMISED, _PROMISED, _LAST = 0, 1, 2
+from headstart.policy.retention import FOREVER_MS
+
+_UNPROMISED, _PROMISED, _FOR_EVER, _LAST = 0, 1, 2, 3
 _ROUNDS = 32  # each looks twice as far up; parents that lie in a circle, as only a damaged journal says, must end too
 
 _Numbers = npt.NDArray[np.int64]
@@ -52,7 +55,8 @@ def worth_of(
     >>> worth.last_used.tolist(), worth.promised_ms.tolist(), worth.depth.tolist()
     ([7, 7], [90, 90], [0, 1])
     """
-    group = np.where(held, _LAST, np.where(promised_ms > now_ms, _PROMISED, _UNPROMISED)).astype(np.int64)
+    kept = np.where(promised_ms >= FOREVER_MS, _FOR_EVER, np.where(promised_ms > now_ms, _PROMISED, _UNPROMISED))
+    group = np.where(held, _LAST, kept).astype(np.int64)
     last_used, promised_ms = last_used.astype(np.int64), promised_ms.astype(np.int64)  # copies
     depth = most_of_descendants([group, last_used, promised_ms], parents)
     return Worth(held, group, last_used, promised_ms, depth)

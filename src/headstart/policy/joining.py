@@ -2,7 +2,7 @@
 
 A layer of a run is one read. Reads of some 400 KB and more go at a disk's full rate, reads of 98 KB at 70 % of it, so only runs
 below that size are worth writing anew, and only where the result is above it. Then a short byte is written anew once in its
-life, and a long one only beside a third as many short ones.
+life, and a long one only beside half as many short ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 KNEE_BYTES = 384 << 10  # of one layer: the smallest read that was as fast as longer ones
 USED_AGAIN = 3  # times: one request notes the use of what it saves twice, at the end of its prompt and of its answer
 IDLE_S = 60.0  # since its last use a conversation counts as paused
-LONG_PER_SHORT = 3  # bytes that are long enough already, at most, for a short one that is joined to them
+LONG_PER_SHORT = 2  # bytes that are long enough already, at most, for a short one that is joined to them
 DEAD_SHARE = 0.5  # of a file: only then is what lives in it copied, at most a byte for each that comes free
 FULL_SHARE = 0.75  # of the capacity: below, dead space does no harm, and what lives beside it may die as well
 

@@ -54,13 +54,6 @@ class Retention:
         own span. Raises ConfigError."""
         return cls(_spans(RETENTION) | _spans(retention), parse_quotas(quotas))
 
-    def shared_by(self, tiers: int) -> Retention:
-        """Return what holds for one of several tiers that are to keep to the quotas together: each to its part of a size."""
-        sizes = {tenant: size for tenant, size in self.quotas.items() if not size.endswith("%")}
-        return Retention(
-            self.classes, {**self.quotas, **{name: str(parse_size(size) // tiers) for name, size in sizes.items()}}
-        )
-
     def span(self, name: str) -> Span:
         return self.classes.get(name) or self.classes[DEFAULT_CLASS]
 
@@ -72,10 +65,14 @@ class Retention:
         """Return the class whose extents may grow older; the same whichever is named first."""
         return max(one, other, key=lambda name: (_ceiling(self.span(name)), self.span(name).guaranteed_ms, name))
 
-    def quota_bytes(self, tenant: str, *, capacity_bytes: int) -> int | None:
-        """Return how many bytes of a tier a tenant may have; None: as many as there are."""
+    def quota_bytes(self, tenant: str, *, capacity_bytes: int, whole_bytes: int | None = None) -> int | None:
+        """Return how many bytes of a tier a tenant may have; None: as many as there are. `whole_bytes`: what the tier may hold
+        that this one is a part of; the quota is then the part of it that the capacity is."""
         size = self.quotas.get(tenant, self.quotas.get(EVERY_TENANT)) if tenant else None
-        return None if size is None else parse_size(size, of_bytes=capacity_bytes)
+        if size is None:
+            return None
+        whole_bytes = capacity_bytes if whole_bytes is None else whole_bytes
+        return parse_size(size, of_bytes=whole_bytes) * capacity_bytes // max(whole_bytes, 1)
 
 
 def _ceiling(span: Span) -> int:

@@ -110,11 +110,9 @@ class FaultyTier:
             buffer[len(buffer) // 2] ^= 0x10
         return done
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._strike("write")
-        return self.inner.write(image, representation, terms=terms, position=position)
+        return self.inner.write(image, representation, terms=terms)
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._strike("touch")

@@ -18,11 +18,16 @@ from typing import Literal, TypeVar
 from headstart.errors import StoreError
 from headstart.tier.disk.door import Disk, Entry, FileFacts, Handle, OpenMode, Space
 
-DiskFaultKind = Literal["eio", "enospc", "emfile", "erofs", "vanished", "late", "short", "flip", "stall"]
+DiskFaultKind = Literal[
+    "eio", "enospc", "edquot", "emfile", "enfile", "erofs", "enodev", "vanished", "late", "short", "flip", "stall"
+]
 _ERRNO = {
     "eio": errno.EIO,
     "enospc": errno.ENOSPC,
+    "edquot": errno.EDQUOT,
     "emfile": errno.EMFILE,
+    "enfile": errno.ENFILE,
+    "enodev": errno.ENODEV,
     "erofs": errno.EROFS,
     "vanished": errno.ESTALE,
     "late": errno.EIO,

@@ -48,7 +48,7 @@ DEFAULT_TERMS = Terms()
 class ExtentInfo:
     """What a tier remembers of one extent. Times are milliseconds since 1970, for people and for promises; order is
     `last_used`. `guaranteed_until_ms`: until then it is not evicted while anything else may go. `expires_ms`: when it goes
-    whether or not there is room; None: never. `pinned_until_ms`: None where it is not pinned."""
+    whether or not there is room, unless what continues it is younger; None: never. `pinned_until_ms`: None where it is not pinned."""
 
     id: ExtentId
     representation: bytes
@@ -84,6 +84,9 @@ class RawExtent:
     extent: ExtentId
     descriptor: int
     offset: int
+    extent_bytes: int
+    header_bytes: int
+    blocks: int
     file: object  # the tier's own
 
 
@@ -133,7 +136,7 @@ class TierStatistics:
     paused: str = ""  # why nothing is stored now; "" while it is
     live_bytes_by_class: dict[str, int] = field(default_factory=dict)
     live_bytes_by_tenant: dict[str, int] = field(default_factory=dict)
-    devices: tuple[TierStatistics, ...] = ()  # where a tier lies on several, each of them
+    devices: tuple[TierStatistics, ...] = ()  # where a tier lies on several, each of them, also one that is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +171,9 @@ class Tier(Protocol):
         """Fill every buffer or raise; returns bytes read. The extents must be under a lease."""
         ...
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
-        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. `position`: blocks of
-        the prompt before its first. When it returns stored=True under durability="data", the extent survives a power loss."""
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
+        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. When it
+        returns stored=True under durability="data", the extent survives a power loss."""
         ...
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headstart.tier.growing import Maps, zeros
+
 PREFIX_BYTES = 16
 
 _DEAD = 0xFFFF_FFFF  # stands for the extent in the row of a removed block
@@ -30,7 +32,6 @@ _DEAD_SHARE = 8  # a pass begins when such a part of the rows is dead
 _PASS_ROWS, _PASS_RATE = 256, 16  # rows that a pass goes on by with every change, at least, and for each row of it
 _MIN_SLOTS = 1024
 _MIN_ROWS = 512
-_GROWTH_ROWS = 1 << 16  # rows that are added at most at once ahead of need: what is new is zeroed, while lookups wait
 _FEW = 128
 _ONE, _EIGHT = np.arange(1, 2), np.arange(1, 9)
 _BATCH = 1 << 15  # rows entered at once; bounds the scratch arrays
@@ -64,6 +65,7 @@ class BlockIndex:
         self._counts: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)  # of each extent, its rows; 0: it is not here
         self._several: dict[bytes, list[int]] = {}  # blocks that several extents hold, in the order in which they came
         self._loading = False
+        self._maps = Maps()
         # A pass: the table that it replaces, the row that it looks at next, and where that one goes.
         self._old: _Table | None = None
         self._reading = 0
@@ -101,6 +103,12 @@ class BlockIndex:
         """Return the first 16 bytes of each of an extent's keys, in order, as a copy; none for one that is not here."""
         start, end = self._run(extent)
         return self._prefixes[start:end].copy().view(np.uint8)
+
+    def keys_of_all(self, extents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """As `keys` for extents that are all here, one behind the other, and how many keys each has."""
+        counts = self._counts[extents].astype(np.int64)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self._prefixes[np.repeat(self._firsts[extents].astype(np.int64), counts) + within].view(np.uint8), counts
 
     def count(self, extent: int) -> int:
         """Return how many blocks an extent has."""
@@ -145,7 +153,7 @@ class BlockIndex:
         self._loading, self._old, self._taken, self._again = False, None, 0, 0
         self._several.clear()
         living = np.flatnonzero(self._extents[: self._used] != _DEAD)
-        self._table = np.zeros(_slots_for(len(living)), np.uint32)
+        self._table = zeros(_slots_for(len(living)), np.uint32)
         self._note_several(*self._enter(living))
 
     def remove(self, extent: int) -> int:
@@ -193,18 +201,13 @@ class BlockIndex:
 
     def _make_room(self, rows: int, extents: int) -> None:
         if rows > len(self._extents):  # the one that is resized last
-            self._resize_rows(rows + min(rows // 8, _GROWTH_ROWS))
+            self._resize_rows(rows)
         if extents > len(self._counts):
-            extents += min(extents // 8, _GROWTH_ROWS) + 8
-            self._firsts.resize(extents, refcheck=False)
-            self._counts.resize(extents, refcheck=False)
+            self._maps.resize(self, ("_firsts", "_counts"), extents + extents // 8 + 8)
 
     def _resize_rows(self, rows: int) -> None:
-        # resize() moves the pages of a big array instead of copying them (mremap), so growing has no peak of twice the size.
-        # No view of the arrays outlives a method of this class, which is what refcheck would look for.
-        rows = max(rows, _MIN_ROWS)
-        self._prefixes.resize((rows, 2), refcheck=False)
-        self._extents.resize(rows, refcheck=False)
+        """Have room for so many rows, and ahead of need some that take no memory yet."""
+        self._maps.resize(self, ("_prefixes", "_extents"), max(rows + rows // 8, _MIN_ROWS))
 
     # Blocks that several extents have.
 
@@ -304,7 +307,7 @@ class BlockIndex:
 
     def _begin_pass(self, count: int) -> None:
         """Begin to pack the rows and to enter them into a new table, which has room for `count` more than there are."""
-        self._old, self._table, self._taken = self._table, np.zeros(_slots_for(self._used - self._dead + count), np.uint32), 0
+        self._old, self._table, self._taken = self._table, zeros(_slots_for(self._used - self._dead + count), np.uint32), 0
         self._reading = self._writing = 0
         if not self._used:
             self._old = None
@@ -320,7 +323,7 @@ class BlockIndex:
             self._old = None
             self._dead -= self._used - self._writing
             self._used = self._writing
-            self._resize_rows(self._used + min(self._used // 8, _GROWTH_ROWS))
+            self._resize_rows(self._used)
 
     def _slide(self, count: int) -> None:
         """Slide the next `count` rows down, and what else belongs to the last run, and enter them into the new table.

@@ -6,13 +6,15 @@ brought is then undone. While any of it is under way the thread is `stuck`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -88,6 +90,22 @@ class LookupThread:
             undo(future.result())
         with self._lock:
             self._late -= 1
+
+
+def ask_apart(work: Mapping[K, Callable[[], T]], *, patience_s: float) -> dict[K, T | Exception]:
+    """Have work done side by side, each piece on a thread of its own, once: return what it brought, or what it raised; Late for
+    what took longer, whose thread is left behind. For whoever has no threads of their own yet."""
+    threads = {key: LookupThread("once") for key in work}
+    futures = {key: threads[key].hand_over(one) for key, one in work.items()}
+    deadline = time.monotonic() + patience_s
+    answers: dict[K, T | Exception] = {}
+    for key, future in futures.items():
+        try:
+            answers[key] = threads[key].answer(future, patience_s=deadline - time.monotonic())
+        except Exception as error:  # noqa: BLE001 - whoever asked says which of them it can answer
+            answers[key] = error
+        threads[key].close(0.0)
+    return answers
 
 
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:

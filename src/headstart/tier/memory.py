@@ -128,9 +128,7 @@ class MemoryTier:
         self._counters.add("bytes_read", total)
         return total
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         header = decode_header(image, representation)
         if image.nbytes > self._arena.capacity_bytes:
             return self._refused("too-large")

@@ -1,19 +1,23 @@
-/* Reads and verifies a batch of requests without the interpreter: `native.py` fills the tables, several threads call `work`.
+/* Reads and verifies a batch of requests without the interpreter: `batch.py` fills the tables, several threads call `work`.
 
    Promises: at most one request a thread is in flight; a piece is counted only after its check was right; a request that could
    not be read, or whose check differs, or that is no longer wanted as a whole, is handed back and nothing is said about it.
-   Leaves to Python: what is read, what a failure means, who is told. No Python.h: one build serves every interpreter, and the
-   hash is the one that the xxhash package brings, called by address. */
+   Leaves to Python: headers that are not exactly as expected, what is read, what a failure means, who is told. No Python.h: one
+   build serves every interpreter, and the hash is the one that the xxhash package brings, called by address. */
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
 
-enum { ALIGNMENT = 4096, MAX_PARTS = 1024, PREFIX_BYTES = 68 };
-enum { NONE_LEFT = 0, LAYER_ENDED = 1, HANDED_BACK = 2, TIME_IS_UP = 3, BAD_TABLE = 4 };
+enum { ALIGNMENT = 4096, MAX_ROWS = 1024, PREFIX_BYTES = 68 };
+/* What `work` returns, and `settle`. */
+enum { NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP, HEAD_READ, HEAD_WRONG, NOT_YET, NO_MEMORY };
+enum { GOOD = 1, ENDED = 2 };
+enum { UNKNOWN, KNOWN, PORTABLE };              /* an extent's header: not read yet, right, or none of this reader's business */
 
 typedef struct { uint64_t low, high; } Hash;
 
@@ -23,18 +27,32 @@ typedef struct {            /* piece p of a layer goes to address + p * piece_st
     int64_t direct;         /* every row's address and length suit direct I/O */
 } Layer;
 
-typedef struct { int64_t offset; int32_t layer, start, pieces, unused; } Part;   /* offset: in the file */
+typedef struct { int64_t offset; int32_t layer, start, pieces, unused; } Part;      /* offset: in the file */
 
-typedef struct { int32_t descriptor, first_part, parts, start, pieces, unused; } Request;
+/* `head_bytes` from `offset` on go to the thread's staging, and its parts are verified when the header is known, by `settle`. */
+
+typedef struct {
+    int64_t offset;
+    int32_t descriptor, head_bytes, first_part, parts, start, pieces, extent, unused;
+} Request;
+
+typedef struct {            /* what its header must say, as docs/format.md lays it down */
+    const uint8_t *model;       /* the header of an extent of that length, of other blocks */
+    int32_t layer_table, keys, tokens, checks;      /* where in it they begin */
+    int32_t pieces, first, wanted, start;           /* in pieces: all of them, and those that are wanted */
+} Extent;
 
 typedef struct {
     const Layer *layers;
     const Part *parts;
+    const Extent *extents;
     const Request *requests;
-    int64_t request_count, piece_count;
+    int64_t request_count, piece_count, layer_count, blocks_per_piece;
+    int32_t *states;            /* [extents] of their headers */
     const uint8_t *digest;      /* 32 bytes */
-    const uint8_t *keys;        /* [pieces][32] */
-    const uint8_t *checks;      /* [layers][pieces][16] */
+    const uint8_t *keys;        /* [blocks][32] of the prompt */
+    const uint8_t *tokens;      /* [blocks][64 * 4] */
+    uint8_t *checks;            /* [layers][pieces][16] */
     int64_t *left;              /* [layers] requests that have not ended */
     int64_t *pieces_ended;      /* [layers] by this reader; read once `left` is 0 */
     int64_t *bytes_read;        /* [layers] */
@@ -48,6 +66,11 @@ typedef struct {
     int (*update)(void *, const void *, size_t);
     Hash (*digest_of)(const void *);
 } Batch;
+
+/* `native.py` has the same numbers, and uses no reader that has others: one of another headstart, left behind by an update, would
+   take its tables for something else. The first is raised with every change of meaning that the sizes do not show. */
+const int64_t headstart_layout[] = {1, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
+                                    offsetof(Batch, next)};
 
 static int64_t now_ns(void)
 {
@@ -64,10 +87,9 @@ static void canonical(Hash hash, uint8_t out[16])
     }
 }
 
-/* Where the rows of a part lie in the destination, neighbours joined; returns how many, or -1 if they are more than `room`. */
-static int rows_of(const Layer *layer, const Part *part, struct iovec *rows, int room)
+/* Add where the rows of a part lie in the destination, neighbours joined; returns how many there are, -1: too many. */
+static int rows_of(const Layer *layer, const Part *part, struct iovec *rows, int count)
 {
-    int count = 0;
     for (int64_t piece = part->start; piece < (int64_t)part->start + part->pieces; piece++)
         for (int64_t row = 0; row < layer->rows; row++) {
             uint8_t *at = layer->address + piece * layer->piece_stride + row * layer->row_stride;
@@ -75,7 +97,7 @@ static int rows_of(const Layer *layer, const Part *part, struct iovec *rows, int
                 rows[count - 1].iov_len += (size_t)layer->row_bytes;
                 continue;
             }
-            if (count == room)
+            if (count == MAX_ROWS)
                 return -1;
             rows[count++] = (struct iovec){at, (size_t)layer->row_bytes};
         }
@@ -101,14 +123,16 @@ static int verify(const Batch *b, void *state, const Part *part, const uint8_t *
         prefix[64 + i] = (uint8_t)((uint32_t)part->layer >> (8 * i));
     for (int64_t i = 0; i < part->pieces; i++) {
         int64_t piece = part->start + i;
-        memcpy(prefix + 32, b->keys + piece * 32, 32);
+        memcpy(prefix + 32, b->keys + ((piece + 1) * b->blocks_per_piece - 1) * 32, 32);
         b->reset(state);
         b->update(state, prefix, PREFIX_BYTES);
         if (staged)
             b->update(state, staged + i * layer->piece_bytes, (size_t)layer->piece_bytes);
         else
-            for (int64_t row = 0; row < layer->rows; row++)
-                b->update(state, layer->address + piece * layer->piece_stride + row * layer->row_stride, (size_t)layer->row_bytes);
+            for (int64_t row = 0; row < layer->rows; row++) {
+                const uint8_t *at = layer->address + piece * layer->piece_stride + row * layer->row_stride;
+                b->update(state, at, (size_t)layer->row_bytes);
+            }
         canonical(b->digest_of(state), check);
         if (memcmp(check, b->checks + (part->layer * b->piece_count + piece) * 16, 16))
             return 0;
@@ -123,80 +147,174 @@ static void copy_out(const Layer *layer, const Part *part, const uint8_t *from)
             memcpy(layer->address + piece * layer->piece_stride + row * layer->row_stride, from, (size_t)layer->row_bytes);
 }
 
-/* Read a request and verify it; 1 only if every byte is right and where it belongs. */
-static int fetch(const Batch *b, const Request *request, void *state, uint8_t *staging, int64_t staging_bytes)
+/* The bytes in front of a request in staging that direct I/O brings along; -1 if it goes straight into its destination. */
+static int plan(const Batch *b, const Request *request, uint8_t *staging, struct iovec *rows, int *count)
 {
-    const Part *parts = b->parts + request->first_part;
-    struct iovec rows[MAX_PARTS];
-    int count = 0;
-    int64_t start = parts[0].offset, end = start;
-    for (int i = 0; i < request->parts; i++) {
-        const Layer *layer = &b->layers[parts[i].layer];
-        if (count >= 0 && layer->direct && parts[i].offset == end && start % ALIGNMENT == 0) {
-            int more = rows_of(layer, &parts[i], rows + count, MAX_PARTS - count);
-            count = more < 0 ? -1 : count + more;
-        } else
-            count = -1;
-        end = parts[i].offset + parts[i].pieces * layer->piece_bytes;
+    int64_t end = request->offset + request->head_bytes;
+    int direct = request->offset % ALIGNMENT == 0 && request->head_bytes % ALIGNMENT == 0;
+    *count = 0;
+    if (request->head_bytes)
+        rows[(*count)++] = (struct iovec){staging, (size_t)request->head_bytes};
+    for (int i = 0; i < request->parts && direct; i++) {
+        const Part *part = &b->parts[request->first_part + i];
+        const Layer *layer = &b->layers[part->layer];
+        direct = layer->direct && part->offset == end && (*count = rows_of(layer, part, rows, *count)) >= 0;
+        end = part->offset + part->pieces * layer->piece_bytes;
     }
-    const uint8_t *staged = 0;
-    if (count >= 0) {
-        if (!read_exactly(request->descriptor, rows, count, end - start, start))
-            return 0;
-    } else {
-        int64_t before = start % ALIGNMENT;
-        int64_t nbytes = (before + end - start + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        if (nbytes > staging_bytes)
-            return 0;
-        struct iovec whole = {staging, (size_t)nbytes};
-        if (!read_exactly(request->descriptor, &whole, 1, nbytes, start - before))
-            return 0;
-        staged = staging + before;
-    }
+    return direct ? -1 : (int)(request->offset % ALIGNMENT);
+}
+
+static int64_t end_of(const Batch *b, const Request *request)
+{
+    if (!request->parts)
+        return request->offset + request->head_bytes;
+    const Part *last = &b->parts[request->first_part + request->parts - 1];
+    return last->offset + last->pieces * b->layers[last->layer].piece_bytes;
+}
+
+static int fetch(const Batch *b, const Request *request, uint8_t *staging, int64_t staging_bytes)
+{
+    struct iovec rows[MAX_ROWS];
+    int count, before = plan(b, request, staging, rows, &count);
+    int64_t nbytes = end_of(b, request) - request->offset;
+    if (before < 0)
+        return read_exactly(request->descriptor, rows, count, nbytes, request->offset);
+    nbytes = (before + nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    struct iovec whole = {staging, (size_t)nbytes};
+    return nbytes <= staging_bytes && read_exactly(request->descriptor, &whole, 1, nbytes, request->offset - before);
+}
+
+/* Verify what `fetch` has read, and move it to its destination if it is not there; 1 only if every byte is right. */
+static int keep(const Batch *b, const Request *request, void *state, uint8_t *staging)
+{
+    struct iovec rows[MAX_ROWS];
+    int count, before = plan(b, request, staging, rows, &count);
+    const Part *parts = &b->parts[request->first_part];
     for (int i = 0; i < request->parts; i++)
-        if (!verify(b, state, &parts[i], staged ? staged + (parts[i].offset - start) : 0))
+        if (!verify(b, state, &parts[i], before < 0 ? 0 : staging + before + (parts[i].offset - request->offset)))
             return 0;
-    for (int i = 0; staged && i < request->parts; i++)
-        copy_out(&b->layers[parts[i].layer], &parts[i], staged + (parts[i].offset - start));
+    for (int i = 0; before >= 0 && i < request->parts; i++)
+        copy_out(&b->layers[parts[i].layer], &parts[i], staging + before + (parts[i].offset - request->offset));
     return 1;
 }
 
-/* Take requests in order until a layer has ended, one has to be handed back (`*handed`, else -1), or `budget_ns` is over. */
-int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t *handed)
+/* Whether a header is right, and its extent the one that is wanted; then its checks are taken over. 0: Python looks at it. */
+static int take_header(const Batch *b, const Request *request, void *state, const uint8_t *header)
 {
-    int64_t until = now_ns() + budget_ns;
+    const Extent *e = &b->extents[request->extent];
+    const uint8_t *model = e->model;
+    int64_t blocks = b->blocks_per_piece;
+    uint8_t check[16];
+    if (!model)
+        return 0;
+    b->reset(state);
+    b->update(state, header, 16);
+    b->update(state, header + 32, (size_t)request->head_bytes - 32);
+    canonical(b->digest_of(state), check);
+    if (memcmp(check, header + 16, 16) || (header[62] + 256 * header[63] + 7) / 8 * 8 != e->layer_table - 176)
+        return 0;
+    const struct { const uint8_t *want; int64_t at, nbytes; } same[] = {
+        {model, 0, 16},                         /* magic, version, header bytes */
+        {model + 33, 33, 29},                   /* flags, blocks, extent bytes, sizes, layers, algorithm */
+        {model + 64, 64, 16},                   /* no boundary state */
+        {model + 108, 108, 36},                 /* no check key, representation */
+        {model + e->layer_table, e->layer_table, 8 * b->layer_count},
+        {b->keys + e->start * blocks * 32, e->keys + e->first * blocks * 32, e->wanted * blocks * 32},
+        {b->tokens + e->start * blocks * 256, e->tokens + e->first * blocks * 256, e->wanted * blocks * 256},
+    };
+    for (unsigned i = 0; i < sizeof same / sizeof *same; i++)
+        if (memcmp(header + same[i].at, same[i].want, (size_t)same[i].nbytes))
+            return 0;
+    if ((header[32] ^ model[32]) & ~1)          /* the first flag: extras, which only follow what is needed here */
+        return 0;
+    for (int64_t layer = 0; layer < b->layer_count; layer++)
+        memcpy(b->checks + (layer * b->piece_count + e->start) * 16, header + e->checks + (layer * e->pieces + e->first) * 16,
+               (size_t)e->wanted * 16);
+    return 1;
+}
+
+/* A request has ended: `ended` counts its pieces as told by this reader, `read` its bytes. Returns if a layer has ended by it. */
+static int count_down(Batch *b, const Request *request, int ended, int read)
+{
+    int last = 0;
+    for (int i = 0; i < request->parts; i++) {
+        const Part *part = &b->parts[request->first_part + i];
+        if (ended)
+            __atomic_fetch_add(&b->pieces_ended[part->layer], part->pieces, __ATOMIC_RELAXED);
+        if (read)
+            __atomic_fetch_add(&b->bytes_read[part->layer], part->pieces * b->layers[part->layer].piece_bytes,
+                               __ATOMIC_RELAXED);
+        last |= __atomic_fetch_sub(&b->left[part->layer], 1, __ATOMIC_ACQ_REL) == 1;
+    }
+    return last;
+}
+
+static int settle(Batch *b, const Request *request, void *state, uint8_t *staging, int header)
+{
+    int good = header == KNOWN && state && keep(b, request, state, staging);
+    __atomic_store_n(&b->states[request->extent], header, __ATOMIC_RELEASE);
+    return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
+}
+
+/* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
+   is over. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
+   HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
+int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t *number)
+{
+    int64_t until = now_ns() + budget_ns, next = *number;
     int outcome = NONE_LEFT;
     void *state = b->create();
-    *handed = -1;
-    while (state && outcome == NONE_LEFT) {
-        int64_t number = __atomic_fetch_add(&b->next, 1, __ATOMIC_RELAXED);
-        if (number >= b->request_count)
+    if (!state)
+        return NO_MEMORY;
+    for (*number = -1; outcome == NONE_LEFT; next = -1) {
+        if (next < 0)
+            next = __atomic_fetch_add(&b->next, 1, __ATOMIC_RELAXED);
+        if (next >= b->request_count)
             break;
-        const Request *request = &b->requests[number];
+        const Request *request = &b->requests[next];
         int64_t limit = __atomic_load_n(b->limit, __ATOMIC_ACQUIRE);
-        int wanted = request->start < limit, good = 0;
-        if (wanted && request->start + request->pieces <= limit && !__atomic_load_n(b->cancelled, __ATOMIC_ACQUIRE) &&
-            !__atomic_load_n(b->closing, __ATOMIC_ACQUIRE))
-            good = fetch(b, request, state, staging, staging_bytes);
-        if (wanted && !good) {
-            *handed = number;
-            outcome = HANDED_BACK;
-        }
-        for (int i = 0; i < request->parts; i++) {
-            const Part *part = &b->parts[request->first_part + i];
-            if (!wanted || good)
-                __atomic_fetch_add(&b->pieces_ended[part->layer], part->pieces, __ATOMIC_RELAXED);
-            if (good)
-                __atomic_fetch_add(&b->bytes_read[part->layer], part->pieces * b->layers[part->layer].piece_bytes, __ATOMIC_RELAXED);
-            if (__atomic_fetch_sub(&b->left[part->layer], 1, __ATOMIC_ACQ_REL) == 1 && outcome == NONE_LEFT)
+        int header = request->head_bytes ? KNOWN : __atomic_load_n(&b->states[request->extent], __ATOMIC_ACQUIRE);
+        if (header == UNKNOWN) {
+            outcome = NOT_YET;      /* whatever else is so: who settles the head may yet take the whole extent out */
+        } else if (header == PORTABLE || request->start >= limit) {
+            if (request->head_bytes)        /* the extent is not wanted at all, nor will it be */
+                __atomic_store_n(&b->states[request->extent], KNOWN, __ATOMIC_RELEASE);
+            if (count_down(b, request, header != PORTABLE, 0))
                 outcome = LAYER_ENDED;
-        }
+        } else if (__atomic_load_n(b->cancelled, __ATOMIC_ACQUIRE) || __atomic_load_n(b->closing, __ATOMIC_ACQUIRE)) {
+            outcome = HANDED_BACK;
+        } else if (request->start + request->pieces > limit || !fetch(b, request, staging, staging_bytes)) {
+            outcome = HANDED_BACK;
+        } else if (request->head_bytes) {
+            outcome = HEAD_READ;
+            if (take_header(b, request, state, staging + request->offset % ALIGNMENT)) {
+                int found = settle(b, request, state, staging, KNOWN);
+                outcome = found & GOOD ? (found & ENDED ? LAYER_ENDED : NONE_LEFT) : HEAD_WRONG;
+            }
+        } else if (!keep(b, request, state, staging)) {
+            outcome = HANDED_BACK;
+        } else if (count_down(b, request, 1, 1))
+            outcome = LAYER_ENDED;
+        if (outcome == HANDED_BACK || outcome == HEAD_READ || outcome == HEAD_WRONG || outcome == NOT_YET)
+            *number = next;
+        if (outcome == HANDED_BACK && !request->head_bytes)
+            count_down(b, request, 0, 0);
         if (outcome == NONE_LEFT && now_ns() >= until)
             outcome = TIME_IS_UP;
     }
+    b->release(state);
+    return outcome;
+}
+
+/* Say what a head's header is, KNOWN (its checks are in the table then) or PORTABLE, and count the request. Returns GOOD if KNOWN
+   and the pieces that were read with it are right, with ENDED if layer 0 has ended. */
+int headstart_settle(Batch *b, int64_t number, uint8_t *staging, int header)
+{
+    void *state = header == KNOWN ? b->create() : 0;
+    int found = settle(b, &b->requests[number], state, staging, header);
     if (state)
         b->release(state);
-    return state ? outcome : BAD_TABLE;
+    return found;
 }
 
 /* Return the check of one piece: what `native.py` compares with Python's before it uses any of this. */
@@ -204,7 +322,7 @@ int headstart_check(const Batch *b, const uint8_t *prefix, const uint8_t *data, 
 {
     void *state = b->create();
     if (!state)
-        return BAD_TABLE;
+        return NO_MEMORY;
     b->reset(state);
     b->update(state, prefix, PREFIX_BYTES);
     b->update(state, data, (size_t)nbytes);

@@ -1,85 +1,84 @@
-"""What is left of a load once its headers are known, as one batch for the C reader.
+"""A load's reads from one pool as one batch for the C reader.
 
-    head jobs ──▶ `Gathering`, until the last head has ended ──▶ tables ──▶ a worker on every thread of the pool
-                                                                            └ C: read, verify, (copy) ─▶ whole layers told here
-                                                                            └ handed back ─▶ the portable job of that request
+    start ──▶ tables ──▶ a worker on every thread ──▶ C: heads first, then layer after layer: read, verify, (copy)
+                           ├ a head was read that is not exactly as expected ─▶ decoded and compared here
+                           ├ a layer has ended ─▶ the load is told
+                           └ handed back ─▶ the portable job of that request, or of the whole span (`span.py`)
 
 The C reader says only what went well. Whatever else becomes of a request is found out by reading it again the portable way, so
-faults, cancelling and closing mean the same on both paths. Where a destination, a file or a representation does not suit the
-C reader, everything goes the portable way.
+that faults, cancelling and closing mean the same on both paths. Where a destination or a file does not suit the C reader,
+everything goes the portable way from the start.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
-from threading import Lock
+from threading import Condition
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.extent import ExtentHeader, decode_header
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.errors import ExtentCorrupt
 from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import RawExtent, RawTier
 from headstart.transfer import native
-from headstart.transfer.buffers import Staging, flat
+from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
-from headstart.transfer.plan import Prompt, Request, Rest
+from headstart.transfer.native import HeaderIs, Outcome
+from headstart.transfer.plan import Head, Prompt, Request
+from headstart.transfer.tables import Table, destination_of, expected, lay_out, plan_of, staging_bytes
 
-_SLICE_NS = (
-    20_000_000  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
-)
-_ALGORITHM = "xxh3-128"  # the only one that it knows
+_SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
+_MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
+_ALGORITHM = "xxh3-128"  # the only one that C knows
 _log = logging.getLogger(__name__)
 
-Table = npt.NDArray[np.void]
 
+class Start:
+    """The job that lays out a batch and starts its workers, or queues the heads where something does not suit."""
 
-class Gathering:
-    """Collects what the heads of one load on one pool leave to read; with the last of them it starts the reading."""
-
-    def __init__(self, load: Load, prompt: Prompt, into: KVView, pool: IOPool, *, heads: int) -> None:
-        self.load = load
-        self.prompt = prompt
-        self.into = into
-        self.pool = pool
-        self._lock = Lock()
+    def __init__(self, load: Load, prompt: Prompt, into: KVView, pool: IOPool, heads: Sequence[Head]) -> None:
+        self.urgency = heads[0].urgency
+        self._load = load
+        self._prompt = prompt
+        self._into = into
+        self._pool = pool
         self._heads = heads
-        self._rests: list[Rest] = []
 
-    def ended(self, rest: Rest | None) -> None:
-        """Note that a head has ended, with None badly. Never raises."""
-        with self._lock:
-            self._heads -= 1
-            if rest is not None and rest.requests:
-                self._rests.append(rest)
-            if self._heads or not self._rests:
-                return
+    def run(self, staging: Staging) -> None:
         batch = self._batch()
         if batch is None:
-            self.pool.submit([job for rest in self._rests for job in rest.jobs()])
-        else:
-            self.pool.submit([_Worker(batch) for _ in range(self.pool.threads)])
+            self._pool.submit(self._heads)
+            return
+        workers = [_Worker(batch) for _ in range(self._pool.threads)]
+        self._pool.submit(workers[1:])
+        self._pool.submit(workers[:1])
+
+    def abandon(self, error: BaseException) -> None:
+        for head in self._heads:
+            head.abandon(error)
 
     def _batch(self) -> Batch | None:
-        """Return the batch, or None where something does not suit the C reader."""
         raws: list[RawExtent] = []
-        tier = cast(RawTier, self._rests[0].head.span.tier)  # a pool is one tier's
+        tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's
         try:
             reader = native.reader()
-            if reader is None or any(rest.header.algorithm != _ALGORITHM for rest in self._rests):
+            destination = destination_of(self._into, self._load)
+            if reader is None or destination is None:
                 return None
-            destination = _destination(self.into, self.load)
-            if destination is None:
-                return None
-            for rest in self._rests:
-                raw = tier.raw(rest.head.span.extent)
+            for head in self._heads:
+                raw = tier.raw(head.span.extent)
                 if raw is None:
                     break
                 raws.append(raw)
             else:
-                return Batch(reader, self, tier, self._rests, raws, *destination)
+                return Batch(reader, self._load, self._prompt, self._pool, tier, self._heads, raws, *destination)
         except Exception:  # noqa: BLE001 - an engine's view may raise anything: the portable way meets it again, and tells
             _log.debug("a load is read the portable way", exc_info=True)
         for raw in raws:
@@ -93,42 +92,54 @@ class Batch:
     def __init__(
         self,
         reader: native.Reader,
-        gathering: Gathering,
+        load: Load,
+        prompt: Prompt,
+        pool: IOPool,
         tier: RawTier,
-        rests: Sequence[Rest],
+        heads: Sequence[Head],
         raws: Sequence[RawExtent],
         layers: Table,
         memory: Sequence[npt.NDArray[np.uint8]],
     ) -> None:
-        load, prompt = gathering.load, gathering.prompt
         count, per_piece = prompt.representation.layers, prompt.representation.blocks_per_piece
-        self.pool = gathering.pool
         self.load = load
+        self.pool = pool
         self._reader = reader
+        self._prompt = prompt
         self._tier = tier
+        self._heads = heads
         self._raws = raws
         self._memory = memory
-        self._lock = Lock()
-        self._workers = gathering.pool.threads
-        self._error: Exception | None = None
-        requests, parts, self._jobs = _tables(rests, raws)
-        checks = np.zeros((count, load.pieces, 16), np.uint8)
-        for rest in rests:
-            span = rest.head.span
-            checks[:, span.start : span.start + span.pieces] = rest.header.checks[:, span.first : span.first + span.pieces]
+        self._changed = Condition()
+        self._workers = pool.threads
+        self._error: BaseException | None = None
+        self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
+        self._headers: list[ExtentHeader | None] = [None] * len(heads)
+        self._plans = [
+            plan_of(prompt.representation, raw.blocks, raw.header_bytes, head.span.first, head.span.pieces)
+            for head, raw in zip(heads, raws, strict=True)
+        ]
+        table, parts, self._which = lay_out(heads, raws, self._plans)
+        self._request_extents: list[int] = table["extent"].tolist()
+        self._states = np.zeros(len(heads), np.int32)
+        self._checks = np.zeros((count, load.pieces, 16), np.uint8)
         self._left = np.bincount(parts["layer"], minlength=count).astype(np.int64)
         self._told = self._left == 0
         self._ended = np.zeros(count, np.int64)
         self._bytes = np.zeros(count, np.int64)
         self._closing = np.zeros(1, np.int64)
-        self._staging_bytes = _staging_bytes(layers, parts, requests)
+        self._staging_bytes = staging_bytes(layers, parts, table)
+        blocks = load.pieces * per_piece
         self._tables: dict[str, npt.NDArray[np.generic]] = {
             "layers": layers,
             "parts": parts,
-            "requests": requests,
+            "extents": expected(heads, self._plans),
+            "requests": table,
+            "states": self._states,
             "digest": np.frombuffer(prompt.digest, np.uint8),
-            "keys": np.frombuffer(b"".join(prompt.keys[per_piece - 1 : load.pieces * per_piece : per_piece]), np.uint8),
-            "checks": checks,
+            "keys": np.frombuffer(b"".join(prompt.keys[:blocks]), np.uint8),
+            "tokens": np.ascontiguousarray(prompt.tokens[: blocks * BLOCK_TOKENS], np.uint32),
+            "checks": self._checks,
             "left": self._left,
             "pieces_ended": self._ended,
             "bytes_read": self._bytes,
@@ -137,23 +148,41 @@ class Batch:
             "closing": self._closing,
         }
         self._batch = reader.batch()
-        for name, table in self._tables.items():
-            setattr(self._batch, name, table.ctypes.data)
-        self._batch.request_count = len(requests)
+        for name, array in self._tables.items():
+            setattr(self._batch, name, array.ctypes.data)
+        self._batch.request_count = len(table)
         self._batch.piece_count = load.pieces
+        self._batch.layer_count = count
+        self._batch.blocks_per_piece = per_piece
 
     def work(self, staging: Staging | None) -> bool:
-        """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more."""
-        memory = np.zeros(0, np.uint8) if staging is None else np.frombuffer(staging.take(self._staging_bytes), np.uint8)
+        """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more, and
+        what waits for a head is left to whoever is reading that."""
+        memory = memoryview(b"") if staging is None else staging.take(self._staging_bytes)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
         while True:
-            outcome, handed = self._reader.work(self._batch, memory.ctypes.data, memory.nbytes, _SLICE_NS)
-            if handed is not None:
-                self._portably(handed, staging)
-            self._tell()
-            if outcome in (native.NONE_LEFT, native.TIME_IS_UP):
-                return outcome == native.TIME_IS_UP
+            first = self._take_ready() if self._waiting else -1
+            outcome, number = self._reader.work(self._batch, address, memory.nbytes, int(_SLICE_S * 1e9), first)
+            if outcome is Outcome.HEAD_READ:
+                self._head(number, memory, address)
+            elif outcome is Outcome.HEAD_WRONG:
+                self._reread_head(number)
+            elif outcome is Outcome.HANDED_BACK:
+                self._hand_back(number, staging)
+            elif outcome is Outcome.NOT_YET:
+                self._waiting.append(number)
+            if outcome in _MAY_HAVE_ENDED:
+                self._tell()
+            if outcome is Outcome.TIME_IS_UP:
+                return True
+            if outcome is Outcome.NONE_LEFT and (staging is None or not self._waiting):
+                return False
+            if staging is not None and outcome in (Outcome.NOT_YET, Outcome.NONE_LEFT):
+                with self._changed:
+                    if not self._changed.wait_for(lambda: not self._waiting or self._ready() is not None, _SLICE_S):
+                        return True
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Tell the load that nothing more is read."""
         self._error = error
         self._closing[0] = 1
@@ -162,7 +191,7 @@ class Batch:
 
     def leave(self) -> None:
         """Note that a worker is gone for good; the last one lets go of the files."""
-        with self._lock:
+        with self._changed:
             self._workers -= 1
             if self._workers:
                 return
@@ -171,26 +200,105 @@ class Batch:
             self._tier.let_go_raw(raw, bytes_read=nbytes)
             nbytes = 0
 
-    def _tell(self) -> None:
-        with self._lock:
-            ready = np.flatnonzero((self._left == 0) & ~self._told).tolist()
-            self._told[ready] = True
-        for layer in ready:
-            if self._ended[layer]:
-                self.load.ended([layer], pieces=int(self._ended[layer]), nbytes=int(self._bytes[layer]))
+    def _head(self, number: int, memory: memoryview, address: int) -> None:
+        """Decode and compare a header that lies in staging and that C did not take for right: another retention class's name is
+        longer, say. What is not as it should be, the portable way will say."""
+        extent = self._request_extents[number]
+        head, raw, plan = self._heads[extent], self._raws[extent], self._plans[extent]
+        at = raw.offset % ALIGNMENT
+        try:
+            header = decode_header(memory[at : at + raw.header_bytes], self._prompt.representation)
+            layout = header.layout(self._prompt.representation)
+            right = header.algorithm == _ALGORITHM and head.mismatch(header) is None
+            right = right and (layout.layer_offsets, layout.extent_bytes) == (plan.layout.layer_offsets, raw.extent_bytes)
+        except ExtentCorrupt:
+            right = False
+        if not right:
+            self._leave_to_portable(number)
+            return
+        span = head.span
+        self._headers[extent] = header
+        self._checks[:, span.start : span.start + span.pieces] = header.checks[:, span.first : span.first + span.pieces]
+        good, ended = self._reader.settle(self._batch, number, address, HeaderIs.KNOWN)
+        with self._changed:
+            self._changed.notify_all()
+        if ended:
+            self._tell()
+        if not good:
+            self._reread_head(number)
 
-    def _portably(self, number: int, staging: Staging | None) -> None:
-        rest, request = self._jobs[number]
-        job = rest.job(request)
+    def _reread_head(self, number: int) -> None:
+        """Have the pieces of layer 0 read that came with a header and were not right."""
+        extent = self._request_extents[number]
+        plan = self._plans[extent]
+        job = self._heads[extent].job(self._header(extent), plan.layout, Request(range(1), 0, plan.together))
+        self.pool.submit([job])
+
+    def _header(self, extent: int) -> ExtentHeader:
+        """Return what is known of a header that was found to be right: of the blocks that are wanted."""
+        found = self._headers[extent]
+        if found is not None:
+            return found
+        span, raw, representation = self._heads[extent].span, self._raws[extent], self._prompt.representation
+        per_piece = representation.blocks_per_piece
+        keys = [b""] * raw.blocks
+        keys[span.first * per_piece : (span.first + span.pieces) * per_piece] = self._prompt.keys[
+            span.start * per_piece : (span.start + span.pieces) * per_piece
+        ]
+        checks = np.zeros((representation.layers, raw.blocks // per_piece, 16), np.uint8)
+        checks[:, span.first : span.first + span.pieces] = self._checks[:, span.start : span.start + span.pieces]
+        return ExtentHeader(self._prompt.digest, b"", tuple(keys), np.zeros(0, np.uint32), checks)
+
+    def _leave_to_portable(self, number: int) -> None:
+        """Take a whole span out of the batch."""
+        extent = self._request_extents[number]
+        self._reader.settle(self._batch, number, 0, HeaderIs.PORTABLE)
+        with self._changed:
+            self._changed.notify_all()
+        self._tell()
+        head = self._heads[extent]
+        if self._error is None:
+            self.pool.submit([head])
+        else:
+            head.abandon(self._error)
+
+    def _hand_back(self, number: int, staging: Staging | None) -> None:
+        extent = self._request_extents[number]
+        which = self._which[number]
+        if which < 0:
+            self._leave_to_portable(number)
+            return
+        plan = self._plans[extent]
+        job = self._heads[extent].job(self._header(extent), plan.layout, plan.requests[which])
         try:
             if self._error is not None or staging is None:
                 job.abandon(self._error or RuntimeError("a worker has no staging"))
             else:
                 job.run(staging)
-        except Exception as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
+        except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
             self.pool.counters.add("job_errors")
             _log.exception("a read job failed unexpectedly")
             job.abandon(error)
+
+    def _ready(self) -> int | None:
+        """Return a waiting request whose extent's header is known by now."""
+        return next((n for n in list(self._waiting) if self._states[self._request_extents[n]]), None)
+
+    def _take_ready(self) -> int:
+        with self._changed:
+            number = self._ready()
+            if number is None:
+                return -1
+            self._waiting.remove(number)
+            return number
+
+    def _tell(self) -> None:
+        with self._changed:
+            ready = np.flatnonzero((self._left == 0) & ~self._told).tolist()
+            self._told[ready] = True
+        for layer in ready:
+            if self._ended[layer]:
+                self.load.ended([layer], pieces=int(self._ended[layer]), nbytes=int(self._bytes[layer]))
 
 
 class _Worker:
@@ -206,80 +314,6 @@ class _Worker:
         else:
             self._batch.leave()
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         self._batch.abandon(error)
         self._batch.leave()
-
-
-def _destination(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np.uint8]]] | None:
-    """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
-    layers = []
-    memory = []
-    for layer, nbytes in enumerate(load.representation.layer_bytes):
-        assert nbytes is not None
-        buffers = flat(into.buffers(layer, 0, [nbytes] * load.pieces))
-        if not isinstance(buffers, np.ndarray):
-            if len(buffers) != 1:
-                return None
-            buffers = np.frombuffer(buffers[0], np.uint8)
-        if buffers.nbytes != load.pieces * nbytes or buffers.dtype != np.uint8 or not buffers.flags.writeable:
-            return None
-        if buffers.ndim == 1:
-            buffers = buffers.reshape(load.pieces, nbytes)
-        if buffers.ndim == 2:
-            buffers = buffers[:, np.newaxis]
-        if buffers.ndim != 3 or buffers.shape[0] != load.pieces or (buffers.strides[2] != 1 and buffers.shape[2] > 1):
-            return None
-        address, (_, rows, row_bytes) = buffers.__array_interface__["data"][0], buffers.shape
-        strides = buffers.strides[0], buffers.strides[1] if rows > 1 else row_bytes
-        direct = not any(number % ALIGNMENT for number in (address, *strides, row_bytes))
-        layers.append((address, nbytes, strides[0], rows, row_bytes, strides[1], direct))
-        memory.append(buffers)
-    return np.array(layers, native.LAYER), memory
-
-
-def _tables(rests: Sequence[Rest], raws: Sequence[RawExtent]) -> tuple[Table, Table, list[tuple[Rest, Request]]]:
-    """Return the requests, layer after layer and from the head of the prompt on; their parts; and which each of them is.
-
-    Extents of one length differ only in where they start, so that each length is laid out once, and then moved."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for number, rest in enumerate(rests):
-        alike.setdefault((rest.layout.layer_offsets, rest.requests, rest.head.span.first), []).append(number)
-    all_parts, all_requests, jobs, order = [], [], [], []
-    parts_before = 0
-    for numbers in alike.values():
-        rest = rests[numbers[0]]
-        layout, first = rest.layout, rest.head.span.first
-        parts = [
-            (layout.piece_range(layer, first + request.first, request.count)[0], layer, request.first, request.count, 0)
-            for request in rest.requests
-            for layer in request.layers
-        ]
-        ends = np.cumsum([len(request.layers) for request in rest.requests])
-        requests = [
-            (0, end - len(request.layers), len(request.layers), request.first, request.count, 0)
-            for end, request in zip(ends.tolist(), rest.requests, strict=True)
-        ]
-        moved_parts = np.tile(np.array(parts, native.PART), (len(numbers), 1))
-        moved = np.tile(np.array(requests, native.REQUEST), (len(numbers), 1))
-        starts = np.array([rests[number].head.span.start for number in numbers])[:, np.newaxis]
-        moved_parts["offset"] += np.array([raws[number].offset for number in numbers])[:, np.newaxis]
-        moved_parts["start"] += starts
-        moved["descriptor"] = np.array([raws[number].descriptor for number in numbers])[:, np.newaxis]
-        moved["start"] += starts
-        moved["first_part"] += parts_before + len(parts) * np.arange(len(numbers))[:, np.newaxis]
-        parts_before += moved_parts.size
-        all_parts.append(moved_parts.ravel())
-        all_requests.append(moved.ravel())
-        order += [request.layers.start for request in rest.requests] * len(numbers)
-        jobs += [(rests[number], request) for number in numbers for request in rest.requests]
-    table = np.concatenate(all_requests)
-    sequence = np.lexsort((table["start"], np.array(order)))
-    return table[sequence], np.concatenate(all_parts), [jobs[number] for number in sequence.tolist()]
-
-
-def _staging_bytes(layers: Table, parts: Table, requests: Table) -> int:
-    """Return how much a request may need that does not go straight into its destination."""
-    first, last = parts[requests["first_part"]], parts[requests["first_part"] + requests["parts"] - 1]
-    ends = last["offset"] + last["pieces"] * layers["piece_bytes"][last["layer"]]
-    return int((ends - first["offset"]).max()) + 2 * ALIGNMENT

@@ -1,7 +1,7 @@
 """Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
 
 A job reads at most some 1 MiB at a time, so bytes in flight are bounded by threads × request size, 16 MiB: enough depth for
-the device, and a layer that is wanted first never waits behind tens of megabytes.
+the device, and a layer that is wanted first never waits behind tens of megabytes. (The first layer comes in larger ones.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headstart.metrics import Counters
 from headstart.transfer.buffers import Staging
 
 REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges
+FIRST_BYTES = 1_700_000  # with a header more of layer 0 at once, whose rest would have to wait for the header
 JOINED_BYTES = 400_000  # smaller ones are joined up to this: from here on a device is limited by bytes
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Job(Protocol):
 
     def run(self, staging: Staging) -> None: ...
 
-    def abandon(self, error: Exception) -> None: ...
+    def abandon(self, error: BaseException) -> None: ...
 
 
 class IOPool:
@@ -110,7 +111,7 @@ class IOPool:
             self._since[number] = time.monotonic()
             try:
                 job.run(staging)
-            except Exception as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
+            except BaseException as error:  # noqa: BLE001 - the thread's outer edge: a job must not take the thread with it
                 self.counters.add("job_errors")
                 _log.exception("tier %r: a read job failed unexpectedly", self.name)
                 job.abandon(error)

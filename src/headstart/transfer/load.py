@@ -212,7 +212,7 @@ class Load:
     def _call(self, callback: Callable[[Load], None]) -> None:
         try:
             callback(self)
-        except Exception:  # noqa: BLE001 - an engine's mistake must not end a reading thread
+        except BaseException:  # noqa: BLE001 - an engine's mistake must not end a reading thread
             _log.exception("a callback of a load failed")
 
     def _wait_for(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -13,30 +13,54 @@ import importlib.util
 import logging
 import sys
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 
 import numpy as np
 import xxhash
 
+# The structs of _reader.c.
 LAYER = np.dtype([(n, "<i8") for n in ("address", "piece_bytes", "piece_stride", "rows", "row_bytes", "row_stride", "direct")])
 PART = np.dtype([("offset", "<i8"), ("layer", "<i4"), ("start", "<i4"), ("pieces", "<i4"), ("unused", "<i4")])
-REQUEST = np.dtype([(n, "<i4") for n in ("descriptor", "first_part", "parts", "start", "pieces", "unused")])
+_REQUEST = ("descriptor", "head_bytes", "first_part", "parts", "start", "pieces", "extent", "unused")
+REQUEST = np.dtype([("offset", "<i8"), *((n, "<i4") for n in _REQUEST)])
+_EXTENT = ("layer_table", "keys", "tokens", "checks", "pieces", "first", "wanted", "start")
+EXTENT = np.dtype([("model", "<i8"), *((n, "<i4") for n in _EXTENT)])
 
-NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP = range(4)
+
+class Outcome(IntEnum):
+    """Why `work` came back."""
+
+    NONE_LEFT = 0
+    LAYER_ENDED = 1
+    HANDED_BACK = 2  # a request has to be read otherwise
+    TIME_IS_UP = 3
+    HEAD_READ = 4  # a head that is not exactly as expected is in staging: say what it is, with `settle`
+    HEAD_WRONG = 5  # a head is right, but not the pieces that were read with it
+    NOT_YET = 6  # the head of a request's extent is not settled yet
+
+
+class HeaderIs(IntEnum):
+    UNKNOWN = 0
+    KNOWN = 1
+    PORTABLE = 2  # none of the C reader's business: nothing of the extent is read or counted by it
+
 
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
+_MEANING = 1  # raised together with the first number of `headstart_layout`
+_NO_MEMORY = 7
 
 
 class Batch(ctypes.Structure):
     """`Batch` of _reader.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "parts", "requests")),
-        ("request_count", ctypes.c_int64),
-        ("piece_count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("digest", "keys", "checks")),
+        *((name, ctypes.c_void_p) for name in ("layers", "parts", "extents", "requests")),
+        *((name, ctypes.c_int64) for name in ("request_count", "piece_count", "layer_count", "blocks_per_piece")),
+        ("states", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("digest", "keys", "tokens", "checks")),
         *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
         ("next", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("create", "release", "reset", "update", "digest_of")),
@@ -53,14 +77,20 @@ class Reader:
     def batch(self) -> Batch:
         return Batch(**dict(zip(("create", "release", "reset", "update", "digest_of"), self.hashing, strict=True)))
 
-    def work(self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int) -> tuple[int, int | None]:
-        """Read requests of the batch, in their order, until one of the outcomes; a request that is handed back has to be read
-        otherwise. Holds no lock; several threads work on one batch."""
-        handed = ctypes.c_int64()
-        outcome: int = self.library.headstart_work(ctypes.byref(batch), staging, staging_bytes, budget_ns, ctypes.byref(handed))
-        if not NONE_LEFT <= outcome <= TIME_IS_UP:
+    def work(self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int, first: int) -> tuple[Outcome, int]:
+        """Read requests of the batch in their order, `first` before them (-1: none), until one of the outcomes; return it, and
+        the number of the request that it is about. Holds no lock; several threads work on one batch."""
+        number = ctypes.c_int64(first)
+        outcome = self.library.headstart_work(ctypes.byref(batch), staging, staging_bytes, budget_ns, ctypes.byref(number))
+        if outcome == _NO_MEMORY:
             raise MemoryError("the C reader has no memory for the state of a check")
-        return outcome, handed.value if handed.value >= 0 else None
+        return Outcome(outcome), number.value
+
+    def settle(self, batch: Batch, number: int, staging: int, header: HeaderIs) -> tuple[bool, bool]:
+        """Say what a head's header is, its checks being in the table. Returns whether the pieces that were read with it are
+        right, and whether layer 0 has ended by it."""
+        found: int = self.library.headstart_settle(ctypes.byref(batch), number, staging, header)
+        return bool(found & 1), bool(found & 2)
 
 
 @cache
@@ -72,8 +102,15 @@ def reader() -> Reader | None:
     try:
         library = ctypes.CDLL(spec.origin)
         hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-        library.headstart_work.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        library.headstart_work.argtypes = [address, address, number, number, address]
+        library.headstart_settle.argtypes = [address, number, address, ctypes.c_int]
         found = Reader(library, tuple(_address(hashes, name) for name in _HASH))
+        if not _is_ours(library):
+            _log.warning(
+                "Python reads instead of the C reader, which is another headstart's; install headstart anew to build it"
+            )
+            return None
         agrees = all(found.hashing) and _agrees(found)
     except (OSError, AttributeError) as error:  # no such file, no such function
         _log.info("Python reads instead of the C reader: %s", error)
@@ -81,6 +118,16 @@ def reader() -> Reader | None:
     if not agrees:
         _log.warning("Python reads instead of the C reader, whose checks are not those of this xxhash %s", xxhash.VERSION)
     return found if agrees else None
+
+
+def _is_ours(library: ctypes.CDLL) -> bool:
+    """Whether the library was compiled from the source beside this file: an update of an editable install compiles nothing."""
+    sizes = [LAYER.itemsize, PART.itemsize, REQUEST.itemsize, EXTENT.itemsize, ctypes.sizeof(Batch)]
+    want = [_MEANING, *sizes, Batch.next.offset]
+    try:
+        return list((ctypes.c_int64 * len(want)).in_dll(library, "headstart_layout")) == want
+    except ValueError:  # it is from before there was such a thing
+        return False
 
 
 def _address(hashes: ctypes.CDLL, name: str) -> int:

@@ -7,17 +7,18 @@ one request takes several layers, 1, 2, 2-3, 4-7 …, so that the early ones, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.block.extent import ExtentHeader, ExtentLayout
+from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
 from headstart.block.representation import Representation
 from headstart.tier.base import ExtentId, Tier
-from headstart.transfer.io_pool import JOINED_BYTES, REQUEST_BYTES, IOPool, Job
+from headstart.transfer.io_pool import FIRST_BYTES, JOINED_BYTES, REQUEST_BYTES, IOPool, Job
+from headstart.transfer.load import Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +52,41 @@ class Request:
     count: int
 
 
-class Head(Protocol):
-    """A head job that went well."""
+class Head(Job, Protocol):
+    """The job that reads a span's header through the tier, and queues the rest of it."""
 
     @property
     def span(self) -> Span: ...
+
+    def mismatch(self, header: ExtentHeader) -> Fault | None:
+        """Return what is wrong where an extent is not the one that was asked for."""
+        ...
 
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> Job:
         """Return the job that reads a request through the tier."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What is left of a span after its head."""
+def read_with_head(representation: Representation, *, header_bytes: int, first: int, wanted: int) -> int:
+    """Return how many pieces of layer 0 are read in one request with the header: those that lie right behind it."""
+    size = representation.layer_bytes[0]
+    if size is None or first:
+        return 0
+    return min(wanted, max(1, (FIRST_BYTES - header_bytes) // size))
 
-    head: Head
-    header: ExtentHeader
-    layout: ExtentLayout
-    requests: tuple[Request, ...]
 
-    def jobs(self) -> list[Job]:
-        return [self.job(request) for request in self.requests]
-
-    def job(self, request: Request) -> Job:
-        return self.head.job(self.header, self.layout, request)
+@lru_cache(maxsize=256)
+def expected_layout(representation: Representation, blocks: int, header_bytes: int) -> ExtentLayout:
+    """Return where things lie in an extent whose header has a length that is known, if all is well. No piece may vary."""
+    layout = layout_of(representation, blocks)
+    shift = header_bytes - layout.header_bytes
+    return replace(
+        layout,
+        header_bytes=header_bytes,
+        layer_offsets=tuple(offset + shift for offset in layout.layer_offsets),
+        state_offset=layout.state_offset + shift,
+        extent_bytes=layout.extent_bytes + shift,
+    )
 
 
 def requests(layout: ExtentLayout, *, first: int, pieces: int, done: int) -> tuple[Request, ...]:

@@ -22,26 +22,23 @@ from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import ReadRange
 from headstart.transfer import native
-from headstart.transfer.batch import Gathering
+from headstart.transfer.batch import Start
 from headstart.transfer.buffers import Bytes, Staging, flat, is_aligned, scatter, split, total_bytes
-from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
+from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import Fault, KVView, Load
-from headstart.transfer.plan import Prompt, Request, Rest, Span, requests
+from headstart.transfer.plan import Prompt, Request, Span, read_with_head, requests
 
 
 def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView) -> None:
-    """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one, or
-    has it read by the C reader, together with that of the others, once all headers are known."""
+    """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one. Where
+    there is a C reader, it reads the heads as well."""
     jobs: dict[IOPool, list[_HeadJob]] = {}
     for source, span in enumerate(spans):
         jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into))
     for pool, heads in jobs.items():
         # By type: a tier that only passes on what it does not know may break bytes on their way, and must be asked for them.
-        if hasattr(type(heads[0].span.tier), "raw") and native.reader() is not None:
-            gathering = Gathering(load, prompt, into, pool, heads=len(heads))
-            for head in heads:
-                head.gathering = gathering
-        pool.submit(heads)
+        suits = hasattr(type(heads[0].span.tier), "raw") and not prompt.representation.varies
+        pool.submit([Start(load, prompt, into, pool, heads)] if suits and native.reader() is not None else heads)
 
 
 class _Job:
@@ -75,7 +72,7 @@ class _Job:
         except (StoreError, OSError) as error:
             self.end(self.fault("read", error))
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         self.end(self.fault("closed" if isinstance(error, StoreError) else "error", error))
 
     def attempt(self, staging: Staging, wanted: int) -> None:
@@ -188,18 +185,16 @@ class _HeadJob(_Job):
     def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, alone: bool = False) -> None:
         super().__init__(load, source, span, prompt, into)
         self.alone = alone
-        self.gathering: Gathering | None = None
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         span, representation = self.span, self.prompt.representation
         info = span.tier.info(span.extent)
         if info is None:
             raise StoreError(f"extent {span.extent} is gone")
-        size = representation.layer_bytes[0]
         together = 0
-        if size is not None and span.first == 0 and not self.alone:
-            together = min(wanted, max(1, (REQUEST_BYTES - info.header_bytes) // size))
-        sizes = [size or 0] * together
+        if not self.alone:
+            together = read_with_head(representation, header_bytes=info.header_bytes, first=span.first, wanted=wanted)
+        sizes = [representation.layer_bytes[0] or 0] * together
         part = _Part(0, info.header_bytes, sizes, sum(sizes), self.destination(0, sizes))
         try:
             head = self.read(staging, [part], head_bytes=info.header_bytes)
@@ -211,29 +206,27 @@ class _HeadJob(_Job):
         # A copy: the header outlives the staging buffer that it lies in.
         header = decode_header(bytes(head), representation)
         layout = header.layout(representation)
-        fault = self._mismatch(header)
+        fault = self.mismatch(header)
         if fault is None and (layout.header_bytes, layout.extent_bytes) != (info.header_bytes, info.extent_bytes):
             fault = self.fault("stale", f"extent {span.extent} has another size than the tier says")
         if fault is not None:
             self.end(fault)
             return
         fault = self.keep(part, header)
-        rest = Rest(self, header, layout, requests(layout, first=span.first, pieces=span.pieces, done=together))
+        rest = [
+            self.job(header, layout, request)
+            for request in requests(layout, first=span.first, pieces=span.pieces, done=together)
+        ]
         self.load.ended([0], pieces=together, nbytes=info.header_bytes + part.nbytes, fault=fault)
-        if self.gathering is None:
-            span.pool.submit(rest.jobs())
-        else:
-            self.gathering.ended(rest)
+        span.pool.submit(rest)
 
     def end(self, fault: Fault | None) -> None:
         self.load.ended(range(self.prompt.representation.layers), pieces=self.pieces, fault=fault)
-        if self.gathering is not None:
-            self.gathering.ended(None)
 
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> _RangeJob:
         return _RangeJob(self, header, layout, request.layers, first=request.first, pieces=request.count)
 
-    def _mismatch(self, header: ExtentHeader) -> Fault | None:
+    def mismatch(self, header: ExtentHeader) -> Fault | None:
         """Compare what the extent says it is with what was asked for: a collision of hashes is a miss."""
         blocks = self.prompt.representation.blocks_per_piece
         count = self.span.pieces * blocks
@@ -241,7 +234,8 @@ class _HeadJob(_Job):
         if header.keys[there : there + count] != tuple(self.prompt.keys[here : here + count]):
             return self.fault("stale", f"extent {self.span.extent} holds other blocks than the tier says")
         theirs = header.tokens[there * BLOCK_TOKENS : (there + count) * BLOCK_TOKENS]
-        if not np.array_equal(theirs, self.prompt.tokens[here * BLOCK_TOKENS : (here + count) * BLOCK_TOKENS]):
+        ours = self.prompt.tokens[here * BLOCK_TOKENS : (here + count) * BLOCK_TOKENS]
+        if len(theirs) != len(ours) or not (theirs == ours).all():
             return self.fault("collision", f"extent {self.span.extent} has the keys but not the tokens of the prompt")
         return None
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from headstart.config import CacheConfig, Config, EngineConfig
 from headstart.engine.torch import open_engine, opening
 from headstart.engine.torch.engine import TorchEngine
 from headstart.errors import ConfigError, ModelError
+from headstart.policy.placement import Room
 
 Folders = Callable[..., Path]
 
@@ -109,7 +109,7 @@ def test_a_capacity_below_the_least_names_the_setting_and_how_it_came_about(
     tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(tmp_path)
-    monkeypatch.setattr(opening, "disk_usage", lambda path: SimpleNamespace(total=8 << 20))
+    monkeypatch.setattr(opening, "rooms_of", lambda directories: [Room(1, 8 << 20)])
     small = replace(config, cache=replace(config.cache, capacity="10%"))
     with _open(tiny_model_folder("llama"), small) as engine:
         assert engine.info.cache.startswith(

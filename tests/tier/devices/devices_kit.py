@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
+from headstart.policy.retention import Retention
 from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.testing.faulty_disk import FaultyDisk
 from headstart.testing.tier_contract import located, read
@@ -25,16 +27,20 @@ class Set:
         self.paths = [root / name for name in names]
         self.disks: dict[str, FaultyDisk] = {}
         self.refused: set[str] = set()  # directories that cannot be opened
+        self.holding: set[str] = set()  # and such whose opening takes until `held` is set
+        self.held = Event()
         self.now = 1000.0
 
-    def open(self, *, each: int = EACH, names: Sequence[str] | None = None) -> DeviceTier:
+    def open(self, *, each: int = EACH, names: Sequence[str] | None = None, retention: Retention | None = None) -> DeviceTier:
         paths = self.paths if names is None else [self.root / name for name in names]
 
         def open_directory(path: Path, capacity_bytes: int) -> DiskTier:
             if path.name in self.refused:
                 raise OSError(5, "no such disk", str(path))
+            if path.name in self.holding:
+                self.held.wait(30)
             disk = self.disks[path.name] = FaultyDisk(RealDisk())
-            return DiskTier.open(path, capacity_bytes=capacity_bytes, disk=disk, clock=lambda: self.now)
+            return DiskTier.open(path, capacity_bytes=capacity_bytes, disk=disk, clock=lambda: self.now, retention=retention)
 
         return DeviceTier.open(
             paths,

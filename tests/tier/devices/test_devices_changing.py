@@ -263,6 +263,8 @@ def good() -> dict[str, object]:
         {"devices": [{"id": "1" * 32, "path": "/mnt/a", "state": "active"}] * 2},
         {"devices": [{"id": "1" * 32, "path": "mnt/a", "state": "active"}]},
         {"devices": [{"id": "1" * 32, "path": "/mnt/../etc", "state": "active"}]},
+        {"devices": [{"id": "1" * 32, "path": "/mnt/\n", "state": "active"}]},
+        {"devices": [{"id": "1" * 32, "path": "/mnt/\ud800", "state": "active"}]},
         {"devices": [{"id": "1" * 32, "path": "/mnt/a", "state": "gone"}]},
         {"devices": [{"id": "1" * 32, "path": "/mnt/a", "state": "active", "more": 1}]},
     ],

@@ -115,7 +115,7 @@ def test_a_write_that_fails_midway_goes_to_another_device_and_is_read_whole(two:
 
 
 def test_a_device_that_hangs_in_a_write_is_passed_over_until_it_answers(two: Set, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tier.devices.tier.CHANGE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("headstart.tier.devices.writing.CHANGE_PATIENCE_S", 0.2)
     tier = two.open()
     two.disks["a"].inject(DiskFault("write", "stall"))
     for seed in range(6):
@@ -176,6 +176,7 @@ def test_opening_goes_on_without_a_directory_that_cannot_be_opened_and_takes_it_
     again = two.open()
     assert len(again.warnings) == 1
     assert "no such disk" in again.warnings[0]
+    assert sorted(one.paused for one in again.statistics().devices) == ["", "not there"]
     for seed in range(4):
         assert on(again, prompt(4, seed=seed)) == ["b" if name == "b" else "" for name in before[seed]]
     write(again, prompt(4, seed=9))

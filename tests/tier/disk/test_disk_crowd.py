@@ -115,7 +115,7 @@ class Crowd:
             case "save":
                 first = self.choice.randrange(PIECES)
                 pieces = self.choice.randrange(1, PIECES - first + 1)
-                if tier.write(kv.image(first, pieces), TINY, position=first).stored:
+                if tier.write(kv.image(first, pieces), TINY).stored:
                     self.stored |= {key[:PREFIX_BYTES] for key in names[first : first + pieces]}
             case "read":
                 if not self.lossy:

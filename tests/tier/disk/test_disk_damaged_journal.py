@@ -161,3 +161,20 @@ def test_opening_at_the_cap_keeps_to_it(root: Path, clock: Clock) -> None:
     for tier in tiers:
         assert tier.check() == []
         tier.close()
+
+
+def test_a_journal_that_takes_long_to_read_back_is_read_back_seldom(
+    damaged: DiskTier, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def reads_back() -> bool:
+        read.append(clock.now)
+        clock.now += 5
+        return True
+
+    monkeypatch.setattr(damaged._store.upkeep, "reads_back", reads_back)
+    for seed in range(100, 200):
+        clock.now += 15
+        assert save(damaged, seed)
+    assert 2 <= len(read) <= 4, "a hundredth of the time"

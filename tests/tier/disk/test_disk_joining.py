@@ -251,6 +251,60 @@ def test_without_room_nothing_is_joined_and_nothing_gives_way(tier: DiskTier, cl
     assert tier.statistics().counters["join_failed_full"] == 1
 
 
+def test_where_the_room_goes_while_it_reads_nothing_gives_way_either(
+    tier: DiskTier, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = prompt(PIECES)
+    converse(tier, kv)
+    joiner = tier._tending.joiner
+    replaces = joiner._replace
+    left: list[set[ExtentId]] = []
+
+    def crowded(*args: object) -> int:
+        seed = 1
+        while tier.room_bytes > 100_000:
+            tier.write(prompt(2, seed=seed).image(), TINY)
+            seed += 1
+        left.append({info.id for info in tier.scan()})
+        return replaces(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(joiner, "_replace", crowded)
+    pause(tier, clock)
+    assert [{info.id for info in tier.scan()}] == left
+
+
+def test_two_extents_that_changed_places_are_not_joined(disk: CrashDisk, clock: Clock) -> None:
+    tier = open_tier(disk, clock)
+    kv = prompt(PIECES)
+    converse(tier, kv)
+    (path,) = [path for path in disk.files() if path.suffix == ".seg"]
+    one, two = kv.image(0, 4).tobytes(), kv.image(4, 4).tobytes()
+    data = disk.files()[path]
+    handle = disk.open(path, "write")
+    disk.write(handle, two, data.index(one))
+    disk.write(handle, one, data.index(two))
+    disk.close(handle)
+    pause(tier, clock)
+    assert tier.statistics().counters.get("joined_bytes", 0) == 0
+    assert tier.statistics().counters["quarantined_corrupt"] == 1
+
+
+def test_what_cannot_be_leased_is_not_read(tier: DiskTier, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    converse(tier, prompt(PIECES))
+    leases = tier.lease
+
+    def refused(extents: Sequence[ExtentId]) -> list[bool]:
+        assert leases(extents[:2]) == [True, True]
+        return [True, True, False]  # another process is removing it
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "lease", refused)
+        pause(tier, clock)
+    counters = tier.statistics().counters
+    assert (counters.get("joined_bytes", 0), counters.get("quarantined_corrupt", 0)) == (0, 0)
+    assert not any(info.leased for info in tier.scan())
+
+
 # Failing and dying.
 
 
@@ -304,6 +358,42 @@ def test_after_a_power_loss_amid_a_join_what_is_found_is_right_or_fails_its_chec
     tier = open_tier(disk, clock)
     assert right(tier, kv) == PIECES, "with durability data, what was acknowledged stays, joined or not"
     assert tier.check() == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_power_loss_could_not_touch_it_cannot_touch_once_it_is_joined(seed: int) -> None:
+    """Also where the process that joins does not sync what it saves."""
+    kv, disk, clock = prompt(PIECES), CrashDisk(), Clock()
+    tier = DiskTier.open(
+        disk.root / "kv", capacity_bytes=CAPACITY, durability="data", disk=disk, clock=clock, wall_clock=lambda: 1e9
+    )
+    converse(tier, kv)
+    tier.close()
+    tier = open_tier(disk, clock)
+    for _ in range(3):
+        tier.touch(extents_of(tier, kv))
+    pause(tier, clock)
+    assert tier.statistics().counters["joined_extents"] == 3
+    disk.power_cut(seed)
+    assert right(open_tier(disk, clock), kv) == PIECES
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nor_once_a_double_of_it_is_dropped(seed: int) -> None:
+    kv, disk, clock = prompt(PIECES), CrashDisk(), Clock()
+    tier = DiskTier.open(
+        disk.root / "kv", capacity_bytes=CAPACITY, durability="data", disk=disk, clock=clock, wall_clock=lambda: 1e9
+    )
+    tier.write(kv.image(4, 4), TINY)
+    tier.close()
+    tier = open_tier(disk, clock)
+    tier.write(kv.image(), TINY)
+    pause(tier, clock)
+    assert tier.statistics().blocks == PIECES
+    disk.power_cut(seed)
+    tier = open_tier(disk, clock)
+    assert right(tier, kv) >= 4
+    assert -1 not in tier.locate(TINY.digest, kv.keys[4:8]).extents
 
 
 @pytest.mark.parametrize("kind", ["eio", "enospc", "late", "short"])
@@ -398,8 +488,9 @@ def test_what_another_process_uses_has_not_paused(two: Callable[[], tuple[DiskTi
     other.close()
 
 
+@pytest.mark.parametrize("when", ["_header", "_replace"], ids=["while it reads", "once it has read"])
 def test_two_processes_that_join_the_same_chain_at_once_leave_one(
-    two: Callable[[], tuple[DiskTier, DiskTier, Clock]], monkeypatch: pytest.MonkeyPatch
+    two: Callable[[], tuple[DiskTier, DiskTier, Clock]], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     one, other, clock = two()
     kv = prompt(PIECES)
@@ -413,16 +504,20 @@ def test_two_processes_that_join_the_same_chain_at_once_leave_one(
     assert not other.tend()
     one.refresh()
     joiner = one._tending.joiner
-    replaces = joiner._replace
+    goes_on = getattr(joiner, when)
 
-    def overtaken(*args: object) -> int:
-        pause(other, clock)
-        assert len(extents_of(other, kv)) == 1
-        return replaces(*args)  # type: ignore[arg-type]
+    def overtaken(*args: object) -> object:
+        if not other.statistics().counters.get("joined_bytes"):
+            pause(other, clock)
+            assert other.statistics().counters["joined_bytes"]
+        return goes_on(*args)
 
     pause(one, clock)  # the other one's touches
-    monkeypatch.setattr(joiner, "_replace", overtaken)
+    monkeypatch.setattr(joiner, when, overtaken)
     pause(one, clock)
+    assert other.statistics().counters["joined_bytes"]
+    assert one.statistics().counters.get("joined_bytes", 0) == 0
+    pause(one, clock)  # what was read is not read any more
     one.refresh()
     other.refresh()
     assert one.statistics().blocks == right(one, kv) == right(other, kv) == PIECES

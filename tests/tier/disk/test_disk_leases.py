@@ -162,3 +162,58 @@ def test_a_lease_that_was_not_given_cannot_be_released(tmp_path: Path) -> None:
         tier.release([extent_of(tier, 1)])
     tier.release([ExtentId(1 << 50)])
     tier.close()
+
+
+# What fails on the way leaves nothing behind.
+
+
+def test_a_file_that_is_cut_while_it_is_opened_costs_its_own_extents_and_no_other_lease() -> None:
+    disk = FaultyDisk(CrashDisk())
+    tier = open_tier(disk)
+    seeds = range(100)
+    assert all(save(tier, seed, 8) for seed in seeds)
+    extents = [extent_of(tier, seed, 8) for seed in seeds]
+    files = {(info.where.split(",")[0] if (info := tier.info(extent)) else "") for extent in extents}
+    assert len(files) > 1
+    tier._store.files.close_idle()
+    disk.inject(DiskFault("read", "short", start=2, times=1))  # as when another process removes the second file just then
+    leased = tier.lease(extents)
+    disk.heal()
+    assert any(leased)
+    assert not all(leased)
+    tier.release([extent for extent, ok in zip(extents, leased, strict=True) if ok])
+    left = [extent for extent in extents if tier.info(extent) is not None]
+    assert tier.delete(left, reason="user") == len(left), "a lease was left behind"
+    assert tier.check() == []
+    tier.close()
+
+
+def test_a_file_that_is_cut_while_it_is_removed_leaves_no_extent_condemned() -> None:
+    disk = FaultyDisk(CrashDisk())
+    tier = open_tier(disk)
+    assert all(save(tier, seed) for seed in range(4))
+    tier._store.files.close_idle()
+    disk.inject(DiskFault("read", "short", times=1))
+    assert tier.delete([extent_of(tier, seed) for seed in range(3)], reason="user") == 3
+    disk.heal()
+    assert tier.delete([extent_of(tier, 3)], reason="user") == 1
+    assert tier.check() == []
+    tier.close()
+
+
+def test_a_failure_on_closing_a_file_changes_nothing() -> None:
+    disk = CrashDisk()
+    faulty = FaultyDisk(disk)
+    tier = open_tier(faulty)
+    assert save(tier, 0)
+    faulty.inject(DiskFault("close", "late"))
+    assert tier._store.renew(), "the journal that was begun anew is the one to go on with"
+    tier._store.files.close_idle()
+    assert all(save(tier, seed) for seed in range(1, 4))
+    faulty.heal()
+    assert tier.check() == []
+    faulty.bury()
+    tier = open_tier(disk)
+    assert found(tier, range(4)) == set(range(4))
+    assert tier.check() == []
+    tier.close()

@@ -15,6 +15,7 @@ from headstart.tier.disk.records import (
     ExtentAdded,
     Record,
     Snapshot,
+    Touched,
     decode_journal_header,
     decode_records,
     encode_journal_header,
@@ -141,3 +142,8 @@ def test_a_clock_that_is_off_costs_nothing(tmp_path: Path, now: float) -> None:
 def test_a_time_is_a_number_that_files_hold() -> None:
     assert milliseconds(1.5) == 1500
     assert [milliseconds(s) for s in (-1.0, float("nan"), float("inf"))] == [0, 0, 2**53]
+
+
+def test_a_journal_may_tell_of_no_use_at_all(root: Path) -> None:
+    write_journal(root, FOREIGN, 0, [Snapshot(0, 0), Touched(())])
+    assert_goes_on(root, {0, 1, 2})

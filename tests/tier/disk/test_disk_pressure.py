@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from disk_kit import CAPACITY, Clock, charged, extent_of, found, image, keys, located, prompt, save
 
 from headstart.block.extent import layout_of
+from headstart.errors import ExtentCorrupt
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.fake_kv import TINY
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
-from headstart.testing.tier_contract import put
+from headstart.testing.tier_contract import put, read
 from headstart.tier.base import ExtentId
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.door import Handle
 from headstart.tier.disk.pause import STOPPED_S
 
 SMALL = 2 << 20
@@ -105,7 +108,7 @@ def test_a_disk_that_others_filled_stops_storing_says_so_once_and_recovers(caplo
     tier.close()
 
 
-@pytest.mark.parametrize("kind", ["eio", "erofs", "emfile"])
+@pytest.mark.parametrize("kind", ["eio", "edquot", "erofs", "emfile", "enodev"])
 @pytest.mark.parametrize("call", ["write", "facts", "open", "stat", "sync", "truncate", "reserve"])
 def test_a_failing_disk_is_never_an_exception_of_write_and_reading_goes_on(call: str, kind: str) -> None:
     clock, disk = Clock(), FaultyDisk(CrashDisk())
@@ -127,6 +130,62 @@ def test_a_failing_disk_is_never_an_exception_of_write_and_reading_goes_on(call:
     assert found(tier, range(101)) == there
     assert tier.check() == []
     tier.close()
+
+
+@pytest.mark.parametrize("kind", ["emfile", "enfile"])
+def test_too_many_open_files_are_met_by_closing_idle_ones(kind: str) -> None:
+    disk = FaultyDisk(CrashDisk())
+    tier = DiskTier.open(Path("/disk/kv"), capacity_bytes=CAPACITY, disk=disk)
+    for seed in range(60):
+        assert save(tier, seed)  # in several files, which stay open for a while
+    opened = len(disk._handles)
+    disk.inject(DiskFault("open", kind, times=1))  # type: ignore[arg-type]
+    assert save(tier, 100)
+    assert len(disk._handles) < opened
+    assert found(tier, range(101)) == {*range(60), 100}
+    assert tier.statistics().paused == ""
+    tier.close()
+
+
+def test_a_range_that_cannot_be_read_is_quarantined_and_a_device_that_cannot_is_not() -> None:
+    clock, disk = Clock(), BadSector(CrashDisk())
+    tier = DiskTier.open(Path("/disk/kv"), capacity_bytes=CAPACITY, disk=disk, clock=clock)
+    assert save(tier, 1)
+    assert save(tier, 2)
+    extent = extent_of(tier, 1)
+    assert tier.lease([extent]) == [True]
+    disk.inject(DiskFault("read", "eio"))
+    with pytest.raises(OSError, match="injected"):
+        read(tier, extent, 0, len(image(1)))
+    disk.heal()
+    disk.inject(DiskFault("read", "eio", times=1))
+    with pytest.raises(OSError, match="injected"):  # once is no bad sector
+        read(tier, extent, 0, len(image(1)))
+    assert read(tier, extent, 0, len(image(1))) == image(1)
+    disk.bad = range(4096 + 8192, 4096 + 8192 + 512)
+    with pytest.raises(ExtentCorrupt) as caught:
+        read(tier, extent, 0, len(image(1)))
+    assert caught.value.reason == "unreadable"
+    tier.release([extent])
+    assert tier.delete([extent], reason="corrupt") == 1
+    assert found(tier, [1, 2]) == {2}
+    assert save(tier, 1)
+    disk.bad = range(0)
+    assert found(tier, [1, 2]) == {1, 2}
+    assert tier.check() == []
+    tier.close()
+
+
+class BadSector(FaultyDisk):
+    """Cannot read the bytes `bad` of any file."""
+
+    bad = range(0)
+
+    def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if self.bad and offset < self.bad.stop and self.bad.start < end:
+            raise OSError(errno.EIO, "a bad sector")
+        return super().read(handle, buffers, offset)
 
 
 def test_a_corrupt_extent_is_not_found_again_even_when_that_cannot_be_written_down() -> None:

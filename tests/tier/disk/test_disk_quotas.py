@@ -101,6 +101,16 @@ def test_a_head_that_anothers_prompts_continue_does_not_go_for_its_writers_quota
     tier.close()
 
 
+def test_a_tenant_whose_only_extent_others_continue_is_refused() -> None:
+    tier = open_tier(CrashDisk(), f"acme={NBYTES}")
+    kv = prompt(8, seed=5)
+    assert tier.write(kv.image(0, 4), TINY, terms=ACME).stored
+    assert tier.write(kv.image(4, 4), TINY, terms=BETA).stored
+    assert save(tier, 100, ACME).reason == "quota"
+    assert -1 not in tier.locate(TINY.digest, kv.keys).extents
+    tier.close()
+
+
 def test_a_shared_extent_counts_for_who_wrote_it_first() -> None:
     tier = open_tier(CrashDisk(), "*=50%")
     assert save(tier, 1, ACME).reason == "written"

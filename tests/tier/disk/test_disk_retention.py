@@ -20,8 +20,21 @@ from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.tier_contract import put
 from headstart.tier.base import DEFAULT_TERMS, ExtentId, ExtentInfo, Terms
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.door import Disk
+from headstart.tier.disk.evicting import drop_files
 from headstart.tier.disk.promises import BROKEN_INTERVAL_S
+from headstart.tier.disk.records import (
+    ClassRaised,
+    ExtentAdded,
+    ExtentName,
+    Pin,
+    Pinned,
+    Raise,
+    Record,
+    SegmentName,
+    SegmentOpened,
+)
 
 DAY_S = 86_400.0
 DAY_MS = 86_400_000
@@ -206,6 +219,41 @@ def test_a_class_that_is_not_configured_keeps_its_name_and_is_told_once(caplog: 
     tier.close()
 
 
+SEGMENT = SegmentName(b"w" * 16, 0)
+NAME = ExtentName(SEGMENT, 4096)
+said = st.one_of(
+    st.builds(
+        Raise, st.just(NAME), st.integers(0, 50).map(lambda days: NOW_MS + days * DAY_MS), st.sampled_from(["agent", "old"])
+    ),
+    st.builds(Pin, st.just(NAME), st.sampled_from([0, NOW_MS + 5, NOW_MS + 9]), st.integers(1, 4)),
+)
+
+
+@given(st.lists(said, max_size=6).flatmap(lambda words: st.tuples(st.just(words), st.permutations(words))), st.integers(0, 6))
+def test_what_is_said_of_an_extent_holds_in_whatever_order_journals_are_read(
+    words: tuple[list[Raise | Pin], list[Raise | Pin]], late: int
+) -> None:
+    """Also before the journal that says that it was added."""
+    outcomes = []
+    for order, place in ((words[0], 0), (words[1], late)):
+        books = Books(retention=Retention.of("old=1d..90d"))
+        books.finish_loading()
+        journals: list[Record] = [
+            ClassRaised(NOW_MS, (word,)) if isinstance(word, Raise) else Pinned((word,)) for word in order
+        ]
+        added = ExtentAdded(NAME, 8192, 4096, NOW_MS, 1, "chat", bytes(16), b"k" * 16)
+        before, after = journals[:place], journals[place:]
+        for record in [*before, SegmentOpened(SEGMENT, 4096, 1 << 20, NOW_MS, bytes(32)), added, *after]:
+            books.apply([record], own=False, now_ms=NOW_MS)
+        outcomes.append(books.info(int(books.living()[0])))
+    assert outcomes[0] == outcomes[1]
+    raised = [word.until_ms for word in words[0] if isinstance(word, Raise)]
+    assert outcomes[0].guaranteed_until_ms == min(max([NOW_MS + 7 * DAY_MS, *raised]), outcomes[0].expires_ms or 0)
+    assert outcomes[0].retention == "chat"
+    pins = [(word.counter, word.until_ms) for word in words[0] if isinstance(word, Pin)]
+    assert (outcomes[0].pinned_until_ms or 0) == max(pins, default=(0, 0))[1]
+
+
 # Ceilings.
 
 
@@ -226,6 +274,36 @@ def test_what_is_older_than_its_ceiling_goes_though_there_is_room() -> None:
     tier.release([leased])
     tend(tier, times)
     assert {i.id for i in tier.scan()} == {kept}
+    assert tier.check() == []
+    tier.close()
+
+
+@pytest.mark.parametrize(("classes", "blocks_left"), [(("short", "long"), 6), (("long", "short"), 4), (("short", "short"), 0)])
+def test_a_head_grows_as_old_as_what_continues_it(classes: tuple[str, str], blocks_left: int) -> None:
+    times = Times()
+    tier = open_tier(CrashDisk(), times, retention=Retention.of("short=1d..3d, long=1d..7d"))
+    kv = prompt(6, seed=1)
+
+    def put_part(first: int, retention: str) -> None:
+        part = kv.image(first, 2, created_ms=int(times.wall_s * 1000))
+        assert tier.write(part, TINY, terms=Terms(retention)).stored
+
+    def there_are() -> int:
+        tend(tier, times)
+        return int((tier.locate(TINY.digest, kv.keys).extents >= 0).sum())
+
+    put_part(0, "short")
+    times.pass_s(DAY_S)
+    put_part(2, classes[0])
+    put_part(4, classes[1])
+    save(tier, 9, Terms("short"), times=times)
+    times.pass_s(2 * DAY_S + 600)
+    assert there_are() == 6, "nothing of it is left alone by its head"
+    times.pass_s(DAY_S)
+    assert there_are() == blocks_left
+    assert there(tier, [9]) == set(), "what nothing continues goes at its own time"
+    times.pass_s(4 * DAY_S)
+    assert there_are() == 0
     assert tier.check() == []
     tier.close()
 
@@ -367,6 +445,47 @@ def test_pins_take_at_most_half_of_the_capacity() -> None:
     tier.close()
 
 
+def test_thousands_are_pinned_without_adding_up_the_pins_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, sums = open_tier(CrashDisk(), Times()), 0
+    extents = [save(tier, seed) for seed in range(24)]
+    kept = tier._store.books._kept
+
+    def pinned(now_ms: int) -> object:
+        nonlocal sums
+        sums += 1
+        return type(kept).pinned(kept, now_ms)
+
+    monkeypatch.setattr(kept, "pinned", pinned)
+    assert all(tier.pin(extents * 2, until_ms=None))
+    assert sums <= 2
+    monkeypatch.undo()
+    tier.close()
+
+
+def test_where_the_journal_needs_a_whole_file_to_go_it_is_one_that_nobody_was_promised() -> None:
+    times, disk = Times(), CrashDisk()
+    tier = open_tier(disk, times, capacity_bytes=SMALL)
+    promised = [save(tier, seed, AGENT, times=times) for seed in range(12)]
+    others = [save(tier, seed) for seed in range(100, 106)]
+    tier.touch(others)  # the promised ones were used longest ago
+    store = tier._store
+    files = {info(tier, extent).where.split(",")[0] for extent in promised}
+    alone = [extent for extent in others if info(tier, extent).where.split(",")[0] not in files]
+    assert alone
+    with store.turn(), store.charging():
+        drop_files(store, 1)
+        gone = {extent for extent in (*promised, *others) if tier.info(extent) is None}
+        assert gone
+        assert gone <= set(alone)
+        assert "guarantee_broken_extents" not in tier.statistics().counters
+        drop_files(store, SMALL)
+    counters = tier.statistics().counters
+    assert counters["guarantee_broken_extents"] >= len(promised)
+    assert counters["evicted_capacity"] == len(promised) + len(others)
+    assert tier.check() == []
+    tier.close()
+
+
 def test_pins_of_two_processes_take_no_more_than_half_together() -> None:
     times, disk = Times(), CrashDisk()
     one, other = (open_tier(disk, times, capacity_bytes=SMALL) for _ in range(2))
@@ -419,6 +538,19 @@ def test_pins_above_half_of_a_lowered_capacity_give_way_rather_than_the_bound() 
     tier = open_tier(disk, times, capacity_bytes=SMALL)
     assert tier.statistics().allocated_bytes <= SMALL
     assert len(there(tier, range(30))) > 0
+    tier.close()
+
+
+def test_what_is_pinned_outlives_what_is_promised_where_a_lowered_capacity_holds_only_one_of_them() -> None:
+    times, disk = Times(), CrashDisk()
+    tier = open_tier(disk, times, capacity_bytes=4 * SMALL)
+    pinned = [save(tier, seed, times=times) for seed in range(12)]
+    assert all(tier.pin(pinned, until_ms=None))
+    for seed in range(12, 30):
+        save(tier, seed, AGENT, times=times)
+    tier.close()
+    tier = open_tier(disk, times, capacity_bytes=SMALL)
+    assert sum(has.pinned_until_ms is not None for has in tier.scan()) == 12
     tier.close()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from headstart.errors import StoreError
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import ReadRange
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.door import Handle, RealDisk
 
 CHILD = Path(__file__).with_name("sharing_child.py")
 
@@ -222,3 +225,42 @@ def test_a_directory_replaced_by_a_file_stops_storing_and_no_more(root: Path) ->
     assert tier.write(image(3), TINY).reason == "stopped"
     assert found(tier, [2, 3]) == set()
     tier.close()
+
+
+class Forking(RealDisk):
+    """Forks a child at the first lock that is asked for after `due`, which lives until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due = False
+        self._ends, self._end = os.pipe()
+
+    def lock_file(self, handle: Handle) -> bool:
+        locked = super().lock_file(handle)
+        if locked and self.due:
+            self.due = False
+            self._child = os.fork()
+            if not self._child:
+                os.close(self._end)
+                os.read(self._ends, 1)
+                os._exit(0)
+        return locked
+
+    def end(self) -> None:
+        os.close(self._end)
+        os.close(self._ends)
+        os.waitpid(self._child, 0)
+
+
+def test_a_child_that_was_forked_while_something_was_written_keeps_no_lock(tmp_path: Path) -> None:
+    disk = Forking()
+    tier = DiskTier.open(tmp_path / "kv", capacity_bytes=CAPACITY, disk=disk)
+    disk.due = True
+    assert save(tier, 1)
+    assert save(tier, 2)
+    tier.close()
+    with closing(DiskTier.open(tmp_path / "kv", capacity_bytes=CAPACITY)) as other:
+        assert save(other, 3)
+        assert found(other, range(4)) == {1, 2, 3}
+        assert len(journals(tmp_path / "kv")) == 1  # the first one's, whose lock could be taken
+    disk.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import click
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
 from headstart.block.whole import examine, part_of
-from headstart.cli.cache.cached import Cached, capacity_of, open_tier, representation_name
+from headstart.cli.cache.cached import Cached, open_tier, representation_name, retention_of, share_of
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import ExtentCorrupt, NotThere, StoreError, WrongRepresentation
-from headstart.policy.retention import Retention
 from headstart.tier.base import Terms
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import MARKER
@@ -30,26 +29,24 @@ _SLACK_BYTES = 256 << 10  # that a new segment and a journal take beside an exte
 class Writer:
     """Writes verified extents into a tier, as long as nothing there has to give way, never one whose beginning is missing."""
 
-    def __init__(self, tier: DiskTier, root: Path, left: Left, retention: Retention) -> None:
+    def __init__(self, tier: DiskTier, root: Path, left: Left, config: CacheConfig) -> None:
         self.stored = 0
         self.present = 0
         self._tier = tier
         self._root = root
         self._left = left
-        self._retention = retention
-        self._ends: dict[bytes, int] = {}  # key → how many blocks lie up to it
+        self._retention = retention_of(config)
+        self._share = share_of(config, root)
+        self._min_free_bytes = parse_size(config.min_free, of_bytes=shutil.disk_usage(root).total)
         self._missing: set[bytes] = set()  # keys that were to be written and were not
 
     def write(self, i: int, image: memoryview, header: ExtentHeader, layout: Representation, terms: Terms) -> bool:
         """Write one extent, in parts where it is too large for the tier. False: at least a part of it is not there."""
-        position = self._ends.get(header.parent, 0)
-        for n, key in enumerate(header.keys, start=position + 1):
-            self._ends[key] = n
         reason = "what it runs on from was left out" if header.parent in self._missing else ""
         outcomes: set[str] = set()
         if not reason:
-            for part, before in self._parts(image, header, layout):
-                reason = self._write(part, layout, terms, position + before, outcomes)
+            for part in self._parts(image, header, layout):
+                reason = self._write(part, layout, terms, outcomes)
                 if reason:
                     break
         if reason:
@@ -60,32 +57,34 @@ class Writer:
         self.present += "written" not in outcomes
         return True
 
-    def _write(self, image: memoryview, layout: Representation, terms: Terms, position: int, outcomes: set[str]) -> str:
+    def _write(self, image: memoryview, layout: Representation, terms: Terms, outcomes: set[str]) -> str:
         """Write one image; returns why it is not there."""
         numbers = self._tier.statistics()
-        free = shutil.disk_usage(self._root).free
+        free = shutil.disk_usage(self._root).free - self._min_free_bytes
         room = min(numbers.capacity_bytes - numbers.allocated_bytes, free)
-        quota = self._retention.quota_bytes(terms.tenant, capacity_bytes=numbers.capacity_bytes)
+        quota = self._retention.quota_bytes(
+            terms.tenant, capacity_bytes=self._share.capacity_bytes, whole_bytes=self._share.whole_bytes
+        )
         missing = (self._tier.locate(layout.digest, decode_header(image, layout).keys).extents < 0).any()
         if missing and image.nbytes + _SLACK_BYTES > room:
-            return "no room; let something go with `headstart cache gc --to`"
+            return "no room; let something go with `headstart cache gc --to`, or lower cache.min_free"
         if missing and quota is not None and numbers.live_bytes_by_tenant.get(terms.tenant, 0) + image.nbytes > quota:
             return "more than the tenant's quota; raise it in cache.quotas"
-        outcome = self._tier.write(image, layout, terms=terms, position=position)
+        outcome = self._tier.write(image, layout, terms=terms)
         outcomes.add(outcome.reason)
         return "" if outcome.stored else outcome.reason
 
-    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[tuple[memoryview, int]]:
-        """Yield images that the tier can take, and how many blocks of the extent come before each."""
+    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[memoryview]:
+        """Yield images that the tier can take."""
         largest = self._tier.max_extent_bytes(layout)
         pieces = len(header.keys) // layout.blocks_per_piece
         if image.nbytes <= largest or layout.state == "required" or pieces == 1:
-            yield image, 0
+            yield image
             return
         step = max(1, pieces * largest // image.nbytes * 9 // 10)  # padding weighs more in a shorter one
         for first in range(0, pieces, step):
             count = min(step, pieces - first)
-            yield part_of(image, header, layout, first_piece=first, pieces=count), first * layout.blocks_per_piece
+            yield part_of(image, header, layout, first_piece=first, pieces=count)
 
 
 class Left:
@@ -119,11 +118,15 @@ def verified_image(cached: Cached, i: int, layout: Representation, left: Left) -
     return None
 
 
-def require_served(tier: DiskTier, layout: Representation, root: Path) -> None:
-    """Refuse what nobody on this directory could read."""
-    served = {info.representation for info in tier.scan()}
+def require_served(tier: DiskTier, layout: Representation, root: Path, *, others: Sequence[Path]) -> None:
+    """Refuse what nobody on this cache could read. `others`: directories that belong to it as well."""
+    served = {info.representation: tier.representation(info.representation) for info in tier.scan()}
+    if layout.digest not in served:
+        for other in (path for path in others if path != root and (path / MARKER).exists()):
+            with Look(other) as look:
+                served |= {info.representation: look.representation(info.representation) for info in look.extents()}
     if served and layout.digest not in served:
-        names = ", ".join(sorted(representation_name(tier.representation(digest), digest) for digest in served))
+        names = ", ".join(sorted(representation_name(found, digest) for digest, found in served.items()))
         raise WrongRepresentation(
             f"the file has representation {representation_name(layout, layout.digest)}, {root} serves {names}: "
             "no engine there could read it; give --any-representation if one will"
@@ -133,7 +136,7 @@ def require_served(tier: DiskTier, layout: Representation, root: Path) -> None:
 def open_target(root: Path, config: CacheConfig, capacity: str | None) -> DiskTier:
     """Open a directory with its capacity, or with what it takes already: opening it must not cost anything there."""
     total = shutil.disk_usage(root).total
-    capacity_bytes = capacity_of(config, root) if capacity is None else parse_size(capacity, of_bytes=total)
+    capacity_bytes = share_of(config, root).capacity_bytes if capacity is None else parse_size(capacity, of_bytes=total)
     if (root / MARKER).exists():
         with Look(root) as look:
             capacity_bytes = max(capacity_bytes, look.charged_bytes + _SLACK_BYTES)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import click
+import numpy as np
+import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
+from headstart.cache.open import capacities_of
 from headstart.cache.prefixes import Prefix, Prefixes, Spot
 from headstart.cli.settings import chosen_config
-from headstart.config import CacheConfig, parse_size
+from headstart.config import CacheConfig
 from headstart.errors import ConfigError, NotThere, StoreError
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentInfo
-from headstart.tier.devices import devices_of
+from headstart.tier.columns import ExtentColumns
+from headstart.tier.devices import Entry, devices_of
+from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import MARKER
 from headstart.tier.disk.look import Look
+from headstart.tier.lookup_thread import ask_apart
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,6 +40,7 @@ SHOWN_DIGITS = 12
 _CANDIDATES = 8
 _BATCH = 256  # extents that are changed at once
 _ROOM_BYTES = 256 << 20
+_ANSWER_S = 10.0  # how long a directory is waited for
 
 
 def cache_options(command: Command) -> Command:
@@ -99,20 +105,19 @@ class Wanted:
 class Cached:
     """One cache, in one directory or several, as it was when it was looked at."""
 
-    def __init__(self, looks: Sequence[Look], config: CacheConfig) -> None:
+    def __init__(self, looks: Sequence[Look], config: CacheConfig, *, devices: Mapping[Path, Entry] | None = None) -> None:
+        """`devices`: what is known of the looks' directories as devices of a set."""
         self.looks = looks
+        self.devices = devices or {}
         self.config = config
         self.now_ms = int(time.time() * 1000)
-        self.extents: list[ExtentInfo] = []
-        self.look_of: list[Look] = []
-        for look in looks:
-            found = look.extents()
-            self.extents += found
-            self.look_of += [look] * len(found)
+        self._columns = [look.columns() for look in looks]
+        self.extents = _Extents(looks, [len(part) for part in self._columns])
+        self.look_of = [look for look, part in zip(looks, self._columns, strict=True) for _ in range(len(part))]
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        return Prefixes(self.extents)
+        return Prefixes(ExtentColumns.joined(self._columns), self.extents)
 
     def representation(self, digest: bytes) -> Representation | None:
         return next((found for look in self.looks if (found := look.representation(digest)) is not None), None)
@@ -124,6 +129,11 @@ class Cached:
 
     def is_called(self, digest: bytes, text: str) -> bool:
         return digest.hex().startswith(text.lower()) or text in self.name_of(digest)
+
+    def listed(self, wanted: Wanted) -> list[Prefix]:
+        """As `chosen`, for whoever looks at nothing else and reads nothing: what is inside prefixes is not fetched."""
+        self.extents.fetch(self.prefixes.ends)
+        return self.chosen(wanted)
 
     def chosen(self, wanted: Wanted) -> list[Prefix]:
         return [prefix for prefix in self.prefixes.all() if wanted.fits(self, prefix.info, self.now_ms)]
@@ -173,57 +183,120 @@ class Cached:
                 yield tier, {i: here for i in batch if (here := found.get(self.extents[i].where)) is not None}
 
 
+class _Extents(Sequence[ExtentInfo]):
+    """The extents of several looks, of which a million take seconds to make: all, when the first one is asked for (later, looks
+    may know of other ones), or only some before that."""
+
+    def __init__(self, looks: Sequence[Look], counts: Sequence[int]) -> None:
+        self._looks = looks
+        self._counts = counts
+        self._some: dict[int, ExtentInfo] = {}
+        self._all: list[ExtentInfo] | None = None
+
+    def fetch(self, places: npt.NDArray[np.int64]) -> None:
+        first = 0
+        for look, count in zip(self._looks, self._counts, strict=True):
+            mine = places[(places >= first) & (places < first + count)]
+            self._some |= dict(zip(mine.tolist(), look.extents(mine - first), strict=True))
+            first += count
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    @overload
+    def __getitem__(self, place: int) -> ExtentInfo: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[ExtentInfo]: ...
+    def __getitem__(self, place: int | slice) -> ExtentInfo | Sequence[ExtentInfo]:
+        if isinstance(place, int) and (found := self._some.get(place)) is not None:
+            return found
+        return self._whole()[place]
+
+    def __iter__(self) -> Iterator[ExtentInfo]:
+        return iter(self._whole())
+
+    def _whole(self) -> list[ExtentInfo]:
+        if self._all is None:
+            self._all = [info for look in self._looks for info in look.extents()]
+        return self._all
+
+
 @contextmanager
 def looked(directories: Sequence[Path], config_file: Path | None, *, alone: bool = False) -> Iterator[Cached]:
     """Look at the directories that are named, or else at those of the configuration, with the devices that belong to them;
-    `alone`: without."""
+    `alone`: without. What goes wrong with a medium inside ends the command in one sentence."""
     config = chosen_config(config_file, {}).cache
-    with ExitStack() as stack:
-        roots = [path.expanduser() for path in directories] or list(config.directories)
-        more = [] if alone else _other_devices(roots)
-        yield Cached([stack.enter_context(looking(root, retention_of(config))) for root in [*roots, *more]], config)
+    roots = [path.expanduser() for path in directories] or list(config.directories)
+    try:
+        with ExitStack() as stack:
+            places = _answering(roots)
+            entries = {} if alone else _devices(roots)
+            for real, entry in entries.items():
+                if entry.state != "removed" and real not in places.values():
+                    places[entry.path] = real
+            looks = [stack.enter_context(Look(root, retention=retention_of(config))) for root in places]
+            known = {root: entries[real] for root, real in places.items() if real in entries}
+            yield Cached(looks, config, devices=known)
+    except BrokenPipeError:  # whoever read our output has gone
+        raise
+    except OSError as error:
+        where = error.filename or ", ".join(map(str, roots))
+        raise StoreError(f"{where}: {error.strerror or error}; check the disk, then try again") from error
 
 
-def _other_devices(roots: Sequence[Path]) -> list[Path]:
-    """Return the devices that belong to the same sets as `roots`; those that are not there are told and left out."""
-    more: list[Path] = []
+def _answering(roots: Iterable[Path]) -> dict[Path, Path]:
+    """Return each directory with its real place. Raises StoreError where one does not answer."""
+    answers = ask_apart({root: root.resolve for root in roots}, patience_s=_ANSWER_S)
+    for root, answer in answers.items():
+        if isinstance(answer, Exception):
+            raise StoreError(f"cache directory {root} does not answer; check its disk or mount", path=root)
+    return {root: answer for root, answer in answers.items() if isinstance(answer, Path)}
+
+
+def _devices(roots: Sequence[Path]) -> dict[Path, Entry]:
+    """Return the devices of the sets that `roots` belong to, by their real place; what is not there is told and left out."""
+    entries: dict[Path, Entry] = {}
     for root in roots:
         try:
-            entries = devices_of(root)
+            entries |= {entry.path: entry for entry in devices_of(root) if entry.id}
         except OSError:
             continue  # looking at it says what is wrong
-        for entry in entries:
-            if entry.state == "removed" or any(_is_same(entry.path, other) for other in (*roots, *more)):
-                continue
-            if (entry.path / MARKER).exists():
-                more.append(entry.path)
-            else:
-                click.echo(f"device {entry.path} of {root} is not there; what lies on it is not seen", err=True)
-    return more
+    found = {}
+    for path, real in ask_apart({path: partial(_real_cache, path) for path in entries}, patience_s=_ANSWER_S).items():
+        if isinstance(real, Path):
+            found[real] = entries[path]
+        elif entries[path].state != "removed":
+            click.echo(f"device {path} is not there or does not answer; what lies on it is not seen", err=True)
+    return found
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+def _real_cache(path: Path) -> Path | None:
+    """Return the real place of a directory in which a cache lies."""
+    return path.resolve() if (path / MARKER).exists() else None
 
 
-@contextmanager
-def looking(root: Path, retention: Retention) -> Iterator[Look]:
-    try:
-        look = Look(root, retention=retention)
-    except OSError as error:
-        raise StoreError(f"cache directory {root} cannot be read: {error.strerror or error}; check the disk") from error
-    with look:
-        yield look
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one directory may hold by configuration, and what the cache may that it is a part of."""
+
+    capacity_bytes: int
+    whole_bytes: int
 
 
-def capacity_of(config: CacheConfig, root: Path) -> int:
-    """Return what the configuration lets one directory take; about that where several share a size."""
-    size = parse_size(config.capacity, of_bytes=shutil.disk_usage(root).total)
-    return size if config.capacity.strip().endswith("%") else size // len(config.directories)
+def share_of(config: CacheConfig, root: Path) -> Share:
+    """Return what the configuration lets a directory take, of a size that several share its part. Raises StoreError."""
+    paths = [root.absolute(), *(entry.path for entry in devices_of(root) if entry.state != "removed")]
+    if root.absolute() in config.directories:
+        paths += config.directories
+    known = {path: room for path, room in zip(paths, rooms_of(paths), strict=True) if room is not None}
+    if root.absolute() not in known:
+        raise StoreError(f"cache directory {root} does not say how large its disk is; check its disk or mount", path=root)
+    shares = dict(zip(known, capacities_of(config, list(known.values())), strict=True))
+    return Share(shares[root.absolute()], sum(shares.values()))
 
 
 def retention_of(config: CacheConfig) -> Retention:
-    return Retention.of(config.retention, config.quotas).shared_by(len(config.directories))
+    return Retention.of(config.retention, config.quotas)
 
 
 def open_tier(root: Path, *, config: CacheConfig, capacity_bytes: int) -> DiskTier:
@@ -237,7 +310,7 @@ def open_tier(root: Path, *, config: CacheConfig, capacity_bytes: int) -> DiskTi
 def open_looked_at(look: Look, config: CacheConfig) -> DiskTier:
     """Open a directory to change what is in it. Its capacity is at least what is there, so that opening a cache never costs
     anything in it, whatever capacity its server was given."""
-    configured = capacity_of(config, look.root)
+    configured = share_of(config, look.root).capacity_bytes
     return open_tier(look.root, config=config, capacity_bytes=max(configured, look.charged_bytes * 5 // 4 + _ROOM_BYTES))
 
 

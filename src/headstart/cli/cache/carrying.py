@@ -23,14 +23,14 @@ from headstart.cli.cache.cached import (
     cache_options,
     looked,
     representation_name,
-    retention_of,
     wanted_options,
 )
 from headstart.cli.progress import OnProgress, shown_progress
 from headstart.cli.settings import chosen_config
+from headstart.config import CacheConfig
 from headstart.errors import NotThere, StoreError, WrongRepresentation
-from headstart.policy.retention import Retention
 from headstart.tier.base import Terms
+from headstart.tier.devices import devices_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.exchange import CarriedFile, write_file
 
@@ -156,11 +156,13 @@ def import_(
         if dry_run:
             say(facts, as_json, f"{file} is right: {extents} extents of {blocks} blocks, {name}")
             return 0
-        with _target(directories, config_file, capacity) as (tier, root, retention):
+        config = chosen_config(config_file, {}).cache
+        roots = [path.expanduser() for path in directories] or list(config.directories)
+        with _target(roots, config, capacity) as (tier, root):
             if not any_representation:
-                require_served(tier, carried.representation, root)
+                require_served(tier, carried.representation, root, others=roots)
             left = Left()
-            writer = Writer(tier, root, left, retention)
+            writer = Writer(tier, root, left, config)
             for n, one in enumerate(carried.extents()):
                 on_progress("writing", n / max(extents, 1))
                 terms = Terms(retention=one.header.retention, tenant=tenant)
@@ -171,17 +173,20 @@ def import_(
 
 
 @contextmanager
-def _target(
-    directories: Sequence[Path], config_file: Path | None, capacity: str | None
-) -> Iterator[tuple[DiskTier, Path, Retention]]:
-    """Open the directory that is written to: of several the one with most room."""
-    config = chosen_config(config_file, {}).cache
-    roots = [path.expanduser() for path in directories] or list(config.directories)
+def _target(roots: Sequence[Path], config: CacheConfig, capacity: str | None) -> Iterator[tuple[DiskTier, Path]]:
+    """Open the directory that is written to: of several the one with most room, but none that is to be emptied."""
     for root in roots:
         require_directory(root)
-    root = max(roots, key=lambda root: shutil.disk_usage(root).free)
+    taking = [root for root in roots if _takes_more(root)]
+    if not taking:
+        raise StoreError(f"{', '.join(map(str, roots))}: nothing new goes there, it is being drained; name another directory")
+    root = max(taking, key=lambda root: shutil.disk_usage(root).free)
     tier = open_target(root, config, capacity)
     try:
-        yield tier, root, retention_of(config)
+        yield tier, root
     finally:
         tier.close()
+
+
+def _takes_more(root: Path) -> bool:
+    return all(entry.state == "active" for entry in devices_of(root) if entry.path == root.absolute())

@@ -9,7 +9,10 @@ import click
 
 from headstart.cli.settings import chosen_config
 from headstart.tier.devices import add_device, devices_of, drain_device, remove_device
+from headstart.tier.devices.changing import ASK_S
+from headstart.tier.devices.listing import name_of
 from headstart.tier.disk.directory import MARKER
+from headstart.tier.lookup_thread import ask_apart
 
 _PATH = click.Path(path_type=Path)
 
@@ -44,12 +47,16 @@ def devices(
         drain_device(home, drained.expanduser())
     if removed is not None:
         remove_device(home, removed.expanduser(), even_if_not_drained=force)
+    entries = devices_of(home)
+    there = ask_apart({entry: (entry.path / MARKER).exists for entry in entries}, patience_s=ASK_S)  # one may hang
     found = [
-        {"path": str(entry.path), "state": entry.state, "there": (entry.path / MARKER).exists()} for entry in devices_of(home)
+        {"name": name_of(entry.id), "path": str(entry.path), "state": entry.state, "there": there[entry] is True}
+        for entry in entries
     ]
     if as_json:
         click.echo(json.dumps({"devices": found}))
         return 0
     for one in found:
-        click.echo(f"{one['state']:9} {one['path']}{'' if one['there'] or one['state'] == 'removed' else '  (not there)'}")
+        away = "" if one["there"] or one["state"] == "removed" else "  (not there)"
+        click.echo(f"{one['state']:9} {one['name'] or '-':8}  {one['path']}{away}")
     return 0

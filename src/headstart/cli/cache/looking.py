@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 
 from headstart.block.extent import ExtentHeader
 from headstart.block.whole import examine
+from headstart.cache.open import capacities_of
 from headstart.cache.prefixes import Prefix, Spot
 from headstart.cli.cache import DAMAGED
 from headstart.cli.cache.cached import (
@@ -23,14 +25,15 @@ from headstart.cli.cache.cached import (
     as_time,
     as_tokens,
     cache_options,
-    capacity_of,
     is_pinned,
     looked,
     require_key,
     table,
     wanted_options,
 )
+from headstart.config import CacheConfig, parse_size
 from headstart.errors import HeadstartError, NotThere
+from headstart.tier.devices.rooms import room_of
 from headstart.tier.disk.scrub import require_same
 
 _FIRST_TOKENS = 16  # that `show` tells
@@ -53,7 +56,7 @@ def ls(
     """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
     extents that it lies in, so what prefixes share is counted with each of them; `du` counts once."""
     with looked(directories, config_file) as cached:
-        found = sorted(cached.chosen(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
+        found = sorted(cached.listed(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
         shown = [_facts(cached, prefix) for prefix in found[:limit]]
     if as_json:
         click.echo(json.dumps({"prefixes": shown, "total": len(found)}))
@@ -227,14 +230,15 @@ def _tell(facts: dict[str, Any]) -> None:
 @click.command()
 @cache_options
 def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
-    """Tell how full the cache is, and of what. What a running server counts (hits, bytes written) is at its /metrics."""
+    """Tell how full the cache is, and of what. What is counted while it runs (hits, bytes written, and these for each
+    token that hit) a server tells at its /metrics."""
     with looked(directories, config_file) as cached:
         facts = _stat(cached)
     if as_json:
         click.echo(json.dumps(facts))
         return
     for device in facts["devices"]:
-        click.echo(f"{device['directory']}")
+        click.echo(f"{device['directory']}{'' if device['state'] == 'active' else '  (' + device['state'] + ')'}")
         click.echo(
             f"  charged      {as_bytes(device['charged_bytes'])} of {as_bytes(device['capacity_bytes'])} by configuration"
         )
@@ -242,6 +246,8 @@ def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool)
             f"  free         {as_bytes(device['free_bytes'])} of {as_bytes(device['file_system_bytes'])} on the file system"
         )
         click.echo(f"  segments     {device['segments']}, {device['extents']} extents, {as_bytes(device['live_bytes'])} alive")
+        if device["paused"]:
+            click.echo(f"  not storing  {device['paused']}")
         if device["unexplained_files"] or device["incomplete"]:
             click.echo(
                 f"  not seen     {device['unexplained_files']} files that no journal speaks of; the next opening reads them"
@@ -258,13 +264,17 @@ def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool)
 def _stat(cached: Cached) -> dict[str, Any]:
     prefixes = cached.prefixes.all()
     devices = []
-    for look in cached.looks:
+    capacities = capacities_of(cached.config, [room_of(look.root) for look in cached.looks])
+    for look, capacity_bytes in zip(cached.looks, capacities, strict=True):
         mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
         usage = shutil.disk_usage(look.root)
+        entry = cached.devices.get(look.root)
         devices.append(
             {
                 "directory": str(look.root),
-                "capacity_bytes": capacity_of(cached.config, look.root),
+                "state": "active" if entry is None else entry.state,
+                "paused": _paused(cached.config, look.root, usage.free, usage.total),
+                "capacity_bytes": capacity_bytes,
                 "charged_bytes": look.charged_bytes,
                 "live_bytes": sum(info.extent_bytes for info in mine),
                 "extents": len(mine),
@@ -286,6 +296,16 @@ def _stat(cached: Cached) -> dict[str, Any]:
         **{f"live_bytes_by_{name}": sums for name, sums in _sums(cached).items() if name != "directory"},
         "removed": dict(removed.most_common()),
     }
+
+
+def _paused(config: CacheConfig, root: Path, free_bytes: int, total_bytes: int) -> str:
+    """Return why a server stores nothing in a directory now, as far as that can be seen from outside; "" where it does."""
+    if os.statvfs(root).f_flag & os.ST_RDONLY:
+        return "its file system is read-only; remount it, and restart a server that was started on it like that"
+    min_free_bytes = parse_size(config.min_free, of_bytes=total_bytes)
+    if free_bytes <= min_free_bytes:
+        return f"cache.min_free keeps {as_bytes(min_free_bytes)} free for others; free space, or lower it"
+    return ""
 
 
 @click.command()

@@ -11,7 +11,7 @@ import click
 from headstart.cache.prefixes import Spot
 from headstart.cli.cache import INCOMPLETE
 from headstart.cli.cache.arriving import Left, Writer, open_target, require_directory, say, verified_image
-from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, retention_of, wanted_options
+from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, wanted_options
 from headstart.cli.progress import shown_progress
 from headstart.tier.base import ExtentId, Terms
 from headstart.tier.devices import devices_of, drain_device
@@ -97,7 +97,7 @@ def _drain(source: Path, destination: Path) -> None:
 
 def _copy(cached: Cached, wanted: Sequence[int], tier: DiskTier, root: Path, left: Left) -> Writer:
     """Write extents into a tier, with pins and order of use."""
-    writer = Writer(tier, root, left, retention_of(cached.config))
+    writer = Writer(tier, root, left, cached.config)
     there: list[tuple[int, ExtentId]] = []
     with shown_progress() as on_progress:
         for n, i in enumerate(wanted):

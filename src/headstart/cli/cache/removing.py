@@ -87,10 +87,11 @@ def rm(
         refused = {end for end in ends if end in pinned}
         going = cached.prefixes.only_for(ends - refused)
         if not keys:  # what is found elsewhere as well has no prefix of its own, but may be somebody's
+            chosen = set(going)
             going += [
                 i
                 for i, info in enumerate(cached.extents)
-                if cached.prefixes.found_elsewhere(i) and i not in set(going) and wanted.fits(cached, info, cached.now_ms)
+                if cached.prefixes.found_elsewhere(i) and i not in chosen and wanted.fits(cached, info, cached.now_ms)
             ]
         going = [i for i in going if i not in pinned]
         cuts = _cuts(cached, spots, set(going))
@@ -195,7 +196,7 @@ def _shorten(cached: Cached, cuts: dict[int, int]) -> Removed:
                     continue
                 # Only now: while the whole extent is there, its beginning counts as present.
                 terms = Terms(retention=here.retention, tenant=here.tenant)
-                done.shortened += tier.write(image, layout, terms=terms, position=cached.prefixes.blocks_before(i)).stored
+                done.shortened += tier.write(image, layout, terms=terms).stored
                 done.bytes += here.extent_bytes - image.nbytes
     return done
 

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from shutil import disk_usage
 
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.open import open_cache
+from headstart.cache.open import capacities_of, open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, Config, parse_size
 from headstart.engine.base import EngineInfo
@@ -20,6 +19,7 @@ from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, 
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.errors import ConfigError, ModelError
+from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
 _log = logging.getLogger(__name__)
@@ -171,15 +171,17 @@ def _open_cache(identity: Identity | None, config: Config, model: TorchModel) ->
 
 
 def _disk_capacity(config: CacheConfig) -> tuple[int, str]:
-    """Return the disk tier's capacity in bytes, and in words how the setting comes to it; 0 where that cannot be known."""
-    directory = config.directory.expanduser().absolute()
-    try:
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        total = disk_usage(there).total
-    except OSError:
-        return 0, ""  # the cache will say what is wrong with the directory
-    capacity = parse_size(config.capacity, of_bytes=total)
-    share = f"{config.capacity} of a file system of {_mib(total)} = " if config.capacity.strip().endswith("%") else ""
+    """Return the disk tier's capacity in bytes, all directories together, and in words how the setting comes to it; 0 where
+    that cannot be known."""
+    rooms = [room for room in rooms_of(config.directories) if room is not None]
+    if not rooms:
+        return 0, ""  # the cache will say what is wrong with the directories
+    capacity = sum(capacities_of(config, rooms))
+    sizes = {room.device: room.total_bytes for room in rooms}
+    share = ""
+    if config.capacity.strip().endswith("%"):
+        which = "a file system" if len(sizes) == 1 else f"{len(sizes)} file systems"
+        share = f"{config.capacity} of {which} of {_mib(sum(sizes.values()))} = "
     return capacity, f"is {share}{_mib(capacity)}"
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
-from headstart.policy.placement import Estimate
+from headstart.policy.placement import Estimate, Room
 from headstart.tier.base import ExtentId, ReadRange
 from headstart.tier.devices.listing import State
 from headstart.tier.disk import DiskTier
@@ -39,20 +39,22 @@ T = TypeVar("T")
 
 class Device:
     """A directory that is or will be open. It is opened once; a device that was gone comes back as another one with another
-    `serial`, so that no id is used twice."""
+    `serial`, so that no id is used twice. `whole_bytes`: what all devices together may hold, as far as it was told."""
 
-    def __init__(self, serial: int, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.serial = serial
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.serial = 0  # given when it joins the tier
         self.path = path
         self.id = ""
         self.state: State = "active"
+        self.room: Room | None = None  # where it is the only one
         self.capacity_bytes = 0
+        self.whole_bytes = 0
         self.tier: DiskTier | None = None
         self.counters = Counters()
         self.reading = Meter(clock)
         self.writing = Meter(clock)
-        self.lookups = LookupThread(f"disk-{serial}")
-        self.changes = LookupThread(f"disk-{serial}-change")
+        self.lookups = LookupThread(f"disk-{path.name}")
+        self.changes = LookupThread(f"disk-{path.name}-change")
         self.out = False  # its reads fail; `probe` brings it back
         self.gone = False  # what is mounted there is another file system, or none
         self._clock = clock

@@ -7,6 +7,7 @@ it is found somewhere. One process at a time does that for a device, extent by e
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headstart.block.whole import aligned, examine
@@ -15,12 +16,15 @@ from headstart.policy.placement import worth_moving
 from headstart.tier.base import ExtentId, ExtentInfo, ReadRange, Terms
 from headstart.tier.devices.device import Device
 from headstart.tier.devices.members import Members
+from headstart.tier.devices.writing import Writing
+from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import DEVICES
-from headstart.tier.disk.door import RealDisk
+from headstart.tier.disk.door import Handle, RealDisk
 
 if TYPE_CHECKING:
     from headstart.tier.devices.tier import DeviceTier
 
+_READ_S = 15.0  # how long an extent may take to be read
 _TRIES = 3  # with an extent that is in use, or that no device takes now
 
 log = logging.getLogger(__name__)
@@ -29,9 +33,11 @@ log = logging.getLogger(__name__)
 class Drain:
     """Carries over, one extent a `step`. For one thread."""
 
-    def __init__(self, tier: DeviceTier, members: Members) -> None:
+    def __init__(self, tier: DeviceTier, members: Members, writing: Writing) -> None:
         self._tier = tier
         self._members = members
+        self._writing = writing
+        self._disk = RealDisk()
         self._left: dict[int, list[ExtentInfo]] = {}  # serial → what is still to be carried over, the next one last
         self._tries: dict[ExtentId, int] = {}
 
@@ -39,34 +45,59 @@ class Drain:
         """Carry one extent over; False where no device is being drained or nothing is left to carry."""
         device = next((one for one in self._members.devices if one.state == "draining" and one.answers), None)
         if device is None:
-            return False
-        disk = RealDisk()
-        try:
-            handle = disk.open(device.path / DEVICES, "write")
-        except OSError:
+            self._left.clear()
             return False
         try:
-            if not disk.lock_file(handle):  # another process is at it
-                return False
+            handle = device.change(lambda _: self._lock(device), undo=self._unlock)
+        except (StoreError, OSError):
+            return False
+        if handle is None:  # another process is at it
+            return False
+        try:
             return self._step(device)
         except (StoreError, OSError) as error:
-            log.warning("disk tier: carrying over from device %s failed (%s); tried again", device.path, error)
+            log.warning("disk tier: draining device %s failed (%s); tried again", device.path, error)
             return False
         finally:
-            disk.close(handle)
+            device.changes.hand_over(lambda: self._unlock(handle))
+
+    def _lock(self, device: Device) -> Handle | None:
+        handle = self._disk.open(device.path / DEVICES, "write")
+        try:
+            if self._disk.lock_file(handle) and self._disk.facts(handle).links:
+                return handle
+        except BaseException:
+            self._unlock(handle)
+            raise
+        self._unlock(handle)
+        return None
+
+    def _unlock(self, handle: Handle | None) -> None:
+        if handle is not None:
+            with suppress(OSError):
+                self._disk.close(handle)
 
     def _step(self, device: Device) -> bool:
-        if device.serial not in self._left:
-            self._left[device.serial] = self._plan(device)
-        left = self._left[device.serial]
+        left = self._left.get(device.serial)
+        if not left:  # at the beginning, and again at the end: other processes may have written there meanwhile
+            device.change(DiskTier.refresh)
+            left = [info for info in self._plan(device) if self._tries.get(info.id, 0) < _TRIES]
+            self._left[device.serial] = left
         while left:
             info = left.pop()
             if self._tier.info(info.id) is None:
                 continue
-            if not self._carry(device, info) and self._tries.setdefault(info.id, 1) < _TRIES:
-                self._tries[info.id] += 1
-                left.insert(0, info)
+            try:
+                done = self._carry(device, info)
+            except (StoreError, OSError) as error:
+                log.warning("disk tier: carrying over from device %s failed (%s); tried again", device.path, error)
+                done = False
+            if not done:
+                self._tries[info.id] = self._tries.get(info.id, 0) + 1
+                if self._tries[info.id] < _TRIES:
+                    left.insert(0, info)
             return True
+        self._members.mark_drained(device)
         del self._left[device.serial]
         self._tries.clear()
         extents = device.tier.statistics().extents if device.tier is not None else 0
@@ -75,7 +106,6 @@ class Drain:
                 "disk tier: %d extents stay on device %s: not worth their room elsewhere, or in use", extents, device.path
             )
         log.warning("disk tier: device %s is drained and can be removed", device.path)
-        self._members.mark(device, "drained")
         return False
 
     def _plan(self, device: Device) -> list[ExtentInfo]:
@@ -86,11 +116,11 @@ class Drain:
         staying = [info for info in everything if self._tier.lane(info.id) in active]
         room = sum(one.capacity_bytes for one in self._members.devices if one.serial in active)
         cutoff = worth_moving(
-            [(info.last_used, info.extent_bytes) for info in leaving if not _promised(info)],
+            [(info.last_used, info.extent_bytes) for info in leaving if not _pinned(info)],
             [(info.last_used, info.extent_bytes) for info in staying],
-            room * 9 // 10 - sum(info.extent_bytes for info in leaving if _promised(info)),
+            room * 9 // 10 - sum(info.extent_bytes for info in leaving if _pinned(info)),
         )
-        chosen = [info for info in leaving if _promised(info) or (cutoff is not None and info.last_used >= cutoff)]
+        chosen = [info for info in leaving if _pinned(info) or (cutoff is not None and info.last_used >= cutoff)]
         return sorted(chosen, key=lambda info: -info.last_used)
 
     def _carry(self, device: Device, info: ExtentInfo) -> bool:
@@ -98,26 +128,25 @@ class Drain:
         representation = self._tier.representation(info.representation)
         if representation is None or self._tier.lease([info.id]) != [True]:
             return False
+        image = aligned(info.extent_bytes)
         try:
-            image = aligned(info.extent_bytes)
-            self._tier.read([ReadRange(info.id, 0, [image])])
+            device.change(lambda _: self._tier.read([ReadRange(info.id, 0, [image])]), patience_s=_READ_S)
             examine(image, representation)
         except ExtentCorrupt as error:
             log.warning("disk tier: an extent on device %s is not what was written (%s)", device.path, error)
-            image = None
-        finally:
-            self._tier.release([info.id])
-        if image is None:
             self._tier.delete([info.id], reason="corrupt")
             return True
-        there = self._tier.carry_over(image, representation, Terms(info.retention, info.tenant))
+        finally:
+            self._tier.release([info.id])
+        there = self._writing.carry_over(image, representation, Terms(info.retention, info.tenant))
         if not there:
             return False
-        if info.pinned_until_ms is not None:
-            self._tier.pin(there, until_ms=info.pinned_until_ms)
+        if _pinned(info):
+            if not all(self._tier.pin(there, until_ms=info.pinned_until_ms)):
+                return False  # it stays here, pinned
             self._tier.unpin([info.id])
         return self._tier.delete([info.id], reason="moved") == 1
 
 
-def _promised(info: ExtentInfo) -> bool:
+def _pinned(info: ExtentInfo) -> bool:
     return info.pinned_until_ms is not None

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from headstart.errors import StoreError, TierUnavailable
-from headstart.tier.disk.directory import DEVICES, MARKER, Directory
+from headstart.errors import StoreError
+from headstart.tier.disk.directory import DEVICES, Directory
 from headstart.tier.disk.door import Disk, RealDisk
 
 State = Literal["active", "draining", "drained", "removed"]
@@ -52,6 +52,13 @@ class DeviceList:
         """Return the next revision, in which `entry` stands in place of those with its id or path."""
         others = [one for one in self.devices if entry.id != one.id and entry.path != one.path]
         return replace(self, revision=self.revision + 1, devices=(*others, entry))
+
+    def without(self, entry: Entry) -> DeviceList:
+        """Return the list less one that was never written down."""
+        return replace(self, devices=tuple(one for one in self.devices if one.id != entry.id))
+
+    def says_the_same(self, other: DeviceList) -> bool:
+        return replace(self, this="") == replace(other, this="")
 
     @property
     def used(self) -> tuple[Entry, ...]:
@@ -126,6 +133,14 @@ def newest(lists: Iterable[DeviceList]) -> DeviceList | None:
     return max(lists, key=lambda one: (one.revision, replace(one, this="").encode()), default=None)
 
 
+def new_set() -> DeviceList:
+    return DeviceList(secrets.token_hex(16), 0, "", ())
+
+
+def new_entry(path: Path) -> Entry:
+    return Entry(secrets.token_hex(16), path)
+
+
 def settle(configured: Sequence[Path], lists: Mapping[Path, DeviceList]) -> tuple[DeviceList, list[str]]:
     """Return the list to go by, and sentences about what in the configuration it does not follow.
 
@@ -134,131 +149,39 @@ def settle(configured: Sequence[Path], lists: Mapping[Path, DeviceList]) -> tupl
     said: list[str] = []
     home = next((lists[path] for path in configured if path in lists), None)
     same = [one for one in lists.values() if home is not None and one.set == home.set]
-    current = newest(same) or DeviceList(secrets.token_hex(16), 0, "", ())
+    current = newest(same) or new_set()
     for path in configured:
-        own = lists.get(path)
+        own, known = lists.get(path), current.at(path)
         if own is not None and own.set != current.set:
             said.append(f"{path} belongs to another set of devices and is left out; remove {path / DEVICES} to use it here")
-            continue
-        known = current.at(path)
-        if own is not None and (known is None or known.id != own.this):
+        elif own is not None and (known is None or known.id != own.this):
             moved = next((one for one in current.devices if one.id == own.this), None)
             current = current.with_entry(replace(moved, path=path) if moved else Entry(own.this, path))
+        elif known is None and not can_be_listed(path):
+            said.append(f"{path!r} is left out of several devices: its name cannot be printed; give it another name")
         elif known is None:
-            current = current.with_entry(Entry(secrets.token_hex(16), path))
-        elif known.state == "removed":
+            current = current.with_entry(new_entry(path))
+        if (known := current.at(path)) is not None and known.state == "removed":
             said.append(
                 f"cache.directory names {path}, which was removed by command; take it out of the configuration or add it again"
             )
     return current, said
 
 
-# What a command does to a set, whether or not a process is running on it.
+def name_of(device_id: str) -> str:
+    """Return what a device is called in metrics, where paths are not told."""
+    return device_id[:8]
 
 
-def devices_of(home: Path) -> tuple[Entry, ...]:
-    """Return the devices of the set that the directory `home` belongs to; itself alone where it has no list."""
-    home = home.absolute()
-    found = _gather(home)
-    return found.devices if found is not None else (Entry("", home),)
-
-
-def add_device(home: Path, path: Path) -> Entry:
-    """Add a directory to the set of `home`, made where it is missing. Running processes begin to use it within seconds. What
-    it holds already is kept. Raises NotThere where `home` is no cache, TierUnavailable."""
-    home, path = home.absolute(), path.absolute()
-    Directory(RealDisk(), home).require()
-    listed = _gather(home)
-    if listed is None:
-        listed = DeviceList(secrets.token_hex(16), 0, "", ()).with_entry(Entry(secrets.token_hex(16), home))
-    known = listed.at(path)
-    theirs = _quietly(path)
-    if theirs is not None and theirs.set != listed.set:
-        raise TierUnavailable(f"{path} belongs to another set of devices; remove it there first", tier="disk", path=path)
-    if known is not None and known.state == "active" and theirs is not None:
-        return known
-    Directory(RealDisk(), path).prepare()
-    entry = Entry(theirs.this if theirs else secrets.token_hex(16), path)
-    publish(listed.with_entry(entry))
-    return entry
-
-
-def drain_device(home: Path, path: Path) -> Entry:
-    """Let nothing new go to a device and have what is worth it carried over to the others. Raises TierUnavailable."""
-    return _changed(home, path, "draining")
-
-
-def remove_device(home: Path, path: Path, *, even_if_not_drained: bool = False) -> Entry:
-    """Take a device out of its set; its files stay, as a cache directory of their own. Raises TierUnavailable where it was not
-    drained and still is there."""
-    home, path = home.absolute(), path.absolute()
-    known = _known(home, path)
-    if known.state not in ("drained", "removed") and not even_if_not_drained and (path / MARKER).exists():
-        raise TierUnavailable(
-            f"{path} has not been drained; drain it first, or say that its blocks may go", tier="disk", path=path
-        )
-    entry = _changed(home, path, "removed")
-    with suppress(OSError):
-        (path / DEVICES).unlink()
-    return entry
-
-
-def publish(listed: DeviceList) -> list[Path]:
-    """Write a list into every directory that it uses; return those where that failed (they learn of it from the others)."""
-    failed = []
-    for entry in listed.used:
-        try:
-            if not (entry.path / MARKER).exists():
-                raise FileNotFoundError(str(entry.path))
-            write_list(entry.path, replace(listed, this=entry.id))
-        except OSError:
-            failed.append(entry.path)
-    if len(failed) == len(listed.used):
-        raise TierUnavailable("no device of the set can be written to; check the disks", tier="disk")
-    return failed
-
-
-def _changed(home: Path, path: Path, state: State) -> Entry:
-    home, path = home.absolute(), path.absolute()
-    entry = replace(_known(home, path), state=state)
-    listed = _gather(home)
-    assert listed is not None
-    left = [one for one in listed.with_entry(entry).used if one.state == "active"]
-    if not left:
-        raise TierUnavailable(f"{path} is the last device of its set; add another one first", tier="disk", path=path)
-    publish(listed.with_entry(entry))
-    return entry
-
-
-def _known(home: Path, path: Path) -> Entry:
-    listed = _gather(home)
-    entry = listed.at(path) if listed is not None else None
-    if entry is None:
-        names = ", ".join(str(one.path) for one in devices_of(home))
-        raise TierUnavailable(f"{path} is no device of {home}; its devices are {names}", tier="disk", path=path)
-    return entry
-
-
-def _gather(home: Path) -> DeviceList | None:
-    """Return the newest list of the set of `home`, from whichever of its directories can be read."""
-    own = read_list(home)
-    if own is None:
-        return None
-    others = [other for entry in own.used if (other := _quietly(entry.path)) is not None and other.set == own.set]
-    return newest([own, *others])
-
-
-def _quietly(root: Path) -> DeviceList | None:
-    try:
-        return read_list(root)
-    except (OSError, StoreError):
-        return None
+def can_be_listed(path: Path) -> bool:
+    """Whether a path may stand in a list: absolute, and of letters that can be told in a log."""
+    return path.is_absolute() and str(path).isprintable() and ".." not in path.parts
 
 
 def _entry(content: Any) -> Entry:
     found = _members(content, {"id": str, "path": str, "state": str})
     path = Path(found["path"])
-    if not _ID.fullmatch(found["id"]) or not path.is_absolute() or "\0" in found["path"] or ".." in path.parts:
+    if not _ID.fullmatch(found["id"]) or not can_be_listed(path):
         raise ValueError(f"{found['id']!r} at {found['path']!r} is no device")
     if found["state"] not in get_args(State):
         raise ValueError(f"a device cannot be {found['state']!r}")

@@ -1,36 +1,44 @@
 """Which devices there are now: opened at the start, followed while running, looked for again when they were gone.
 
-`look` is called every few seconds by a thread of the tier's own, so that nothing here waits in a lookup or a write.
+`look` is called every few seconds by a thread of the tier's own, so that nothing here waits in a lookup or a write. Whatever
+may hang is done on the threads of the device that it is about.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from headstart.errors import StoreError, TierUnavailable
 from headstart.metrics import Counters
+from headstart.policy.placement import Room
+from headstart.tier.devices.changing import enrol, mark_drained
 from headstart.tier.devices.device import Device
-from headstart.tier.devices.listing import DeviceList, Entry, State, newest, read_list, settle, write_list
+from headstart.tier.devices.listing import DeviceList, Entry, newest, read_list, write_list
+from headstart.tier.devices.rooms import PATIENCE_S, room_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import DEVICES, MARKER
-from headstart.tier.lookup_thread import Late
+from headstart.tier.lookup_thread import Late, ask_apart
 
 OPEN_S = 60.0  # how long opening waits for a device; one that takes longer joins when it is open
+OPEN_ALONE_S = 600.0  # and how long for the only one, which has shown that it answers
 RETRY_S = 10.0  # how often a device that is not there is looked for
 _LIST_S = 5.0
+_READ_LIST_S = 1.0
 _MAX_SERIAL = 2047
 _MOST_WARNINGS = 100
 
 OpenDirectory = Callable[[Path, int], DiskTier]
-Capacities = Callable[[Sequence[Path]], Sequence[int]]
+Capacities = Callable[[Sequence[Room]], Sequence[int]]
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +64,12 @@ class Members:
         self._counters = counters
         self._clock = clock
         self._lock = Lock()
-        self._serial = 0
+        self._looking = Lock()
+        self._next_serial = 0
         self._listed: DeviceList | None = None
-        self._seen: dict[str, tuple[int, int]] = {}  # device id → time and inode of the list that was read there
-        self._new: set[str] = set()  # ids that no directory had when the list was settled: those may be made
-        self._opening: dict[str, Future[None]] = {}
+        self._seen: dict[Path, tuple[int, int]] = {}  # time and inode of the list that was read there
+        self._rooms: dict[str, Room] = {}  # device id → what it lay on when it was last there
+        self._late: dict[str, tuple[Device, Future[None]]] = {}  # device id → one that is being opened for too long
         self._said: set[str] = set()
         self._retry_due = 0.0
 
@@ -69,59 +78,54 @@ class Members:
         """Whether this is one directory by itself, and always was."""
         return self._listed is None
 
+    @property
+    def missing(self) -> tuple[Entry, ...]:
+        """The devices that should be there and are not."""
+        here = {device.id for device in self.devices}
+        return () if self._listed is None else tuple(entry for entry in self._listed.used if entry.id not in here)
+
     def start(self) -> None:
-        """Open every device. Raises StoreError where not one can be had."""
-        devices = {path: self._device(path) for path in self._configured}
-        lists = self._read_lists(devices)
-        if len(devices) == 1 and not lists:
-            self._start_single(devices[self._configured[0]])
-            return
-        for _ in range(2):  # the second time with what the devices say that only a list names
-            self._listed, said = settle(self._configured, lists)
-            more = {one.path: self._device(one.path) for one in self._listed.used if one.path not in devices}
-            if not more:
-                break
-            devices |= more
-            lists |= self._read_lists(more)
-        assert self._listed is not None
-        for sentence in said:
-            self._warn(sentence)
-        stored = {entry.id for one in lists.values() for entry in one.devices}
-        self._new = {entry.id for entry in self._listed.devices} - stored
-        used = {entry.path: entry for entry in self._listed.used}
-        for path, device in devices.items():
-            if path not in used:
-                device.close(time.monotonic())
-        self._open([(devices[path], entry) for path, entry in used.items()])
-        if not self.devices:
+        """Open every device. Raises StoreError, OSError or ValueError where not one can be had."""
+        try:
+            if len(self._configured) == 1 and not self._has_list(self._configured[0]):
+                self._start_single(Device(self._configured[0], clock=self._clock))
+                return
+            self._listed, said = enrol(self._configured)
+            for sentence in said:
+                self._warn(sentence)
+            self._open(self._listed.used)
+            if not self.devices:
+                told = "; ".join(self.warnings)
+                raise TierUnavailable(f"no device of {len(self._listed.used)} can be used: {told}", tier="disk")
+            self._resize()
+            self._publish()
+        except BaseException:
             self.close(time.monotonic() + 1.0)
-            raise TierUnavailable(f"no device of {len(used)} can be used: {'; '.join(self.warnings)}", tier="disk")
-        self._publish()
+            raise
 
     def look(self) -> None:
         """Follow the list, let go of what is gone, try what failed, look for what is missing."""
-        self._follow_list()
-        if self.single:
-            return
-        self._drop([device for device in self.devices if device.gone])
-        if self._clock() < self._retry_due:
-            return
-        self._retry_due = self._clock() + RETRY_S
-        for device in self.devices:
-            if device.out:
-                device.probe()
-        self._find_missing()
+        if not self._looking.acquire(blocking=False):
+            return  # somebody is at it
+        try:
+            self._follow_list()
+            if self.single:
+                return
+            self._drop([device for device in self.devices if device.gone])
+            if self._clock() < self._retry_due:
+                return
+            self._retry_due = self._clock() + RETRY_S
+            for device in self.devices:
+                if device.out:
+                    device.probe()
+            self._find_missing()
+        finally:
+            self._looking.release()
 
-    def mark(self, device: Device, state: State) -> None:
-        """Say in the list what has become of a device."""
-        self._follow_list()
-        if self._listed is None:
-            return
-        entry = next((one for one in self._listed.devices if one.id == device.id), None)
-        if entry is not None and entry.state == device.state != state:
-            self._listed = self._listed.with_entry(replace(entry, state=state))
-            device.state = state
-            self._publish()
+    def mark_drained(self, device: Device) -> None:
+        """Say in the list that a device has been drained; `look` follows it. Raises OSError, StoreError."""
+        device.change(lambda _: mark_drained(device.path))
+        device.state = "drained"
 
     def close(self, deadline: float) -> None:
         self.closed = True
@@ -130,71 +134,100 @@ class Members:
         for device in devices:  # all begin before one is waited for
             if device.tier is not None:
                 device.changes.hand_over(device.tier.close)
-        for device in devices:
+        for device in (*devices, *(late for late, _ in self._late.values())):
             device.close(deadline)
 
     # Opening.
 
-    def _device(self, path: Path) -> Device:
-        if self._serial > _MAX_SERIAL:
-            raise TierUnavailable("devices came and went too often; restart to use them again", tier="disk")
-        device = Device(self._serial, path, clock=self._clock)
-        self._serial += 1
-        return device
+    def _has_list(self, path: Path) -> bool:
+        """Whether the only directory that is configured belongs to a set. Raises TierUnavailable where it does not answer."""
+        answer = ask_apart({path: partial(read_list, path)}, patience_s=_LIST_S)[path]
+        if isinstance(answer, Late):
+            raise _hangs(path)
+        if isinstance(answer, StoreError):
+            self._warn(str(answer))
+        return isinstance(answer, DeviceList)
 
     def _start_single(self, device: Device) -> None:
-        device.capacity_bytes = self._capacities([device.path])[0]
         try:
-            device.opened(self._open_directory(device.path, device.capacity_bytes))
+            device.room = device.changes.ask(partial(room_of, device.path), patience_s=PATIENCE_S)
+            device.capacity_bytes = self._capacities([device.room])[0]
+            opening = partial(self._open_directory, device.path, device.capacity_bytes)
+            tier = device.changes.ask(opening, patience_s=OPEN_ALONE_S, undo=DiskTier.close)
+        except Late:
+            device.close(time.monotonic())
+            raise _hangs(device.path) from None
         except BaseException:
             device.close(time.monotonic() + 1.0)
             raise
-        self.devices = (device,)
+        device.opened(tier)
+        self._join(device)
 
-    def _open(self, chosen: Sequence[tuple[Device, Entry]]) -> None:
+    def _open(self, entries: Sequence[Entry]) -> None:
         """Open devices side by side. What fails, or takes too long, is said and goes without."""
-        assert self._listed is not None
-        used = [entry.path for entry in self._listed.used]
-        capacities = dict(zip(used, self._capacities(used), strict=True))
-        futures = []
-        for device, entry in chosen:
-            device.id, device.state, device.capacity_bytes = entry.id, entry.state, capacities[entry.path]
-            future = device.changes.hand_over(partial(self._open_one, device, entry))
-            self._opening[entry.id] = future
-            futures.append((device, entry, future))
-        deadline = time.monotonic() + OPEN_S
-        for device, entry, future in futures:
+        devices = [(entry, Device(entry.path, clock=self._clock)) for entry in entries]
+        measured = self._brought(
+            [(entry, device, device.changes.hand_over(partial(self._measure, device, entry))) for entry, device in devices],
+            patience_s=PATIENCE_S,
+        )
+        shares = self._shares()
+        opening = []
+        for entry, device in measured:
+            device.id, device.state, device.capacity_bytes = entry.id, entry.state, shares[entry.id]
+            opening.append((entry, device, device.changes.hand_over(partial(self._open_one, device, entry))))
+        for _, device in self._brought(opening, patience_s=OPEN_S):
+            self._join(device)
+
+    def _brought(self, asked: Sequence[tuple[Entry, Device, Future[None]]], *, patience_s: float) -> list[tuple[Entry, Device]]:
+        """Wait for what devices are asked for; return those that did it. The others are said, and given up or waited for."""
+        done = []
+        deadline = time.monotonic() + patience_s
+        for entry, device, future in asked:
             try:
                 device.changes.answer(future, patience_s=deadline - time.monotonic())
             except Late:
-                self._warn(f"device {entry.path} is not open yet; the others go on without it")
-                continue
+                self._warn(f"device {entry.path} does not answer yet; the others go on without it")
+                self._late[entry.id] = (device, future)
             except (StoreError, OSError, ValueError) as error:
-                self._warn(f"{error} (the other devices go on, and this one is tried again every {RETRY_S:.0f} s)")
-                device.close(time.monotonic() + 1.0)
-            self._opening.pop(entry.id, None)
-        for device in self.devices:
-            if device.tier is not None and capacities.get(device.path, device.capacity_bytes) != device.capacity_bytes:
-                device.capacity_bytes = capacities[device.path]
-                with suppress(StoreError, OSError):
-                    device.change(partial(DiskTier.resize, capacity_bytes=device.capacity_bytes))
+                self._give_up(device, error)
+            else:
+                done.append((entry, device))
+        return done
+
+    def _give_up(self, device: Device, error: BaseException | None) -> None:
+        if error is not None:
+            self._warn(f"{error} (the other devices go on, and this one is tried again every {RETRY_S:.0f} s)")
+        device.close(time.monotonic() + 1.0)
+
+    def _measure(self, device: Device, entry: Entry) -> None:
+        self._require_itself(entry)
+        self._rooms[entry.id] = room_of(entry.path)
 
     def _open_one(self, device: Device, entry: Entry) -> None:
         """Open the directory of an entry, on the device's own thread, once it has shown that it is that device."""
-        assert self._listed is not None
-        if entry.id not in self._new:
-            self._require_itself(entry, self._listed)
+        self._require_itself(entry)
         tier = self._open_directory(entry.path, device.capacity_bytes)
         device.opened(tier)
-        self._new.discard(entry.id)  # should it be gone one day, nothing is begun anew in its place
-        with self._lock:
-            if not self.closed:
-                self.devices = tuple(sorted((*self.devices, device), key=lambda one: one.serial))
-                self._said = {one for one in self._said if str(entry.path) not in one}  # it may be said again
-                return
-        tier.close()
 
-    def _require_itself(self, entry: Entry, listed: DeviceList) -> None:
+    def _join(self, device: Device) -> None:
+        """Let an open device be one of the tier's. Only now it takes a number: ids of extents begin with it, and there are not
+        many."""
+        with self._lock:
+            joins = not self.closed and self._next_serial <= _MAX_SERIAL
+            if joins:
+                device.serial = self._next_serial
+                self._next_serial += 1
+                self.devices = (*self.devices, device)
+        if joins:
+            self._said = {one for one in self._said if str(device.path) not in one}  # it may be said again
+            return
+        device.close(time.monotonic() + 1.0)
+        if not self.closed:
+            self._warn("devices came and went too often; restart to use them again")
+
+    def _require_itself(self, entry: Entry) -> None:
+        listed = self._listed
+        assert listed is not None
         if not (entry.path / MARKER).exists():
             raise TierUnavailable(
                 f"there is no cache in {entry.path}, where a device of this tier lay: mount it, or remove the device",
@@ -216,16 +249,18 @@ class Members:
     def _find_missing(self) -> None:
         if self._listed is None or self.closed:
             return
-        for entry_id, future in list(self._opening.items()):  # those that were late
+        before = self.devices
+        for entry_id, (device, future) in list(self._late.items()):
             if future.done():
-                del self._opening[entry_id]
-        here = {device.id for device in self.devices} | self._opening.keys()
-        missing = [entry for entry in self._listed.used if entry.id not in here]
-        try:
-            self._open([(self._device(entry.path), entry) for entry in missing])
-        except TierUnavailable as error:
-            self._warn(str(error))
-        if any(device.id == entry.id for device in self.devices for entry in missing):
+                del self._late[entry_id]
+                if device.tier is not None:
+                    self._join(device)
+                else:
+                    self._give_up(device, future.exception())
+        if missing := [entry for entry in self.missing if entry.id not in self._late]:
+            self._open(missing)
+        self._resize()
+        if any(device not in before for device in self.devices):
             self._publish()
 
     def _drop(self, devices: Sequence[Device]) -> None:
@@ -237,60 +272,75 @@ class Members:
                 device.close(time.monotonic() + 1.0)
             self._retry_due = 0.0
 
-    # The list.
+    # How much each may hold.
 
-    def _read_lists(self, devices: dict[Path, Device]) -> dict[Path, DeviceList]:
-        futures = {path: device.changes.hand_over(partial(read_list, path)) for path, device in devices.items()}
-        deadline = time.monotonic() + _LIST_S
-        lists = {}
-        for path, future in futures.items():
+    def _shares(self) -> dict[str, int]:
+        """Return what each device may hold, by its id. One that is not there keeps what was meant for it."""
+        assert self._listed is not None
+        used = self._listed.used
+        usual = int(statistics.fmean(room.total_bytes for room in self._rooms.values())) if self._rooms else 0
+        rooms = [self._rooms.get(entry.id) or Room(-1 - number, usual) for number, entry in enumerate(used)]
+        return dict(zip((entry.id for entry in used), self._capacities(rooms), strict=True))
+
+    def _resize(self) -> None:
+        """Have each device keep to its share of what all may hold."""
+        shares = self._shares()
+        whole_bytes = sum(shares.values())
+        for device in self.devices:
+            capacity_bytes = shares.get(device.id, device.capacity_bytes)
+            if (device.capacity_bytes, device.whole_bytes) == (capacity_bytes, whole_bytes):
+                continue
             try:
-                found = devices[path].changes.answer(future, patience_s=deadline - time.monotonic())
-            except Late:
-                self._warn(f"device {path} does not answer")
-            except (OSError, StoreError) as error:
-                self._warn(str(error))
+                device.change(partial(DiskTier.resize, capacity_bytes=capacity_bytes, whole_bytes=whole_bytes))
+            except (StoreError, OSError):
+                self._counters.add("device_failed_resize")  # it is tried again
             else:
-                if found is not None:
-                    lists[path] = found
-        return lists
+                device.capacity_bytes, device.whole_bytes = capacity_bytes, whole_bytes
+
+    # The list.
 
     def _follow_list(self) -> None:
         """Take over a newer list from any device, and give it to those that have an older one."""
+        futures = {device: device.lookups.hand_over(partial(self._read_changed, device)) for device in self.devices}
+        deadline = time.monotonic() + _READ_LIST_S
         found = []
-        for device in self.devices:
-            if device.changes.stuck:
+        for device, future in futures.items():
+            try:
+                read = device.lookups.answer(future, patience_s=deadline - time.monotonic())
+            except (OSError, Late):
                 continue
-            with suppress(OSError, Late):
-                if (read := device.changes.ask(partial(self._read_changed, device), patience_s=1.0)) is not None:
-                    found.append(read)
-        if self._listed is not None:
-            found = [one for one in found if one.set == self._listed.set]
-        latest = newest([*found, *([self._listed] if self._listed is not None else [])])
-        if latest is None or (self._listed is not None and latest.revision <= self._listed.revision):
+            if read is not None and (self._listed is None or read.set == self._listed.set):
+                found.append(read)
+        listed = self._listed
+        latest = newest([*found, *([] if listed is None else [listed])])
+        if latest is None or (listed is not None and latest.says_the_same(listed)):
             return
-        if self._listed is None:
+        if listed is None:
             home = latest.at(self.devices[0].path) if self.devices else None
             if home is None:
                 return
             self.devices[0].id = home.id
+            if (room := self.devices[0].room) is not None:
+                self._rooms[home.id] = room
         self._listed = latest
         self._apply()
         self._publish()
 
     def _read_changed(self, device: Device) -> DeviceList | None:
+        """Return the list of a device if it is another one than was last read there."""
         try:
             facts = (device.path / DEVICES).stat()
         except FileNotFoundError:
             return None
-        if self._seen.get(device.path.name + device.id) == (seen := (facts.st_mtime_ns, facts.st_ino)):
+        if self._seen.get(device.path) == (seen := (facts.st_mtime_ns, facts.st_ino)):
             return None
-        self._seen[device.path.name + device.id] = seen
+        read = None
         try:
-            return read_list(device.path)
+            read = read_list(device.path)
         except StoreError as error:
             self._warn(str(error))
-            return None
+        self._seen[device.path] = seen
+        return read
 
     def _apply(self) -> None:
         assert self._listed is not None
@@ -307,13 +357,10 @@ class Members:
 
     def _publish(self) -> None:
         """Write the list wherever an older one, or none, stands."""
-        listed = self._listed
-        assert listed is not None
-        if listed.revision == 0:
-            return
+        assert self._listed is not None
         for device in self.devices:
             try:
-                device.change(partial(_write_newer, device, listed), patience_s=_LIST_S)
+                device.change(partial(_write_newer, device, self._listed), patience_s=_LIST_S)
             except (OSError, StoreError):
                 self._counters.add("devices_list_failed")
 
@@ -324,6 +371,10 @@ class Members:
             if len(self.warnings) < _MOST_WARNINGS:
                 self.warnings.append(sentence)
             log.warning("disk tier: %s", sentence)
+
+
+def _hangs(path: Path) -> TierUnavailable:
+    return TierUnavailable(f"cache directory {path} does not answer; check its disk or mount", tier="disk", path=path)
 
 
 def _write_newer(device: Device, listed: DeviceList, _: DiskTier) -> None:

@@ -18,6 +18,7 @@ from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders, survey
 from headstart.tier.disk.door import Handle
+from headstart.tier.disk.evicting import keep_within_quota
 from headstart.tier.disk.records import (
     ExtentAdded,
     ExtentName,
@@ -26,7 +27,7 @@ from headstart.tier.disk.records import (
     SegmentName,
     SegmentSealed,
 )
-from headstart.tier.disk.removal import keep_within_quota, measure, measure_stale, measure_unexplained, unlink
+from headstart.tier.disk.removal import measure, measure_stale, measure_unexplained, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def add_extent(
         return store.refused("full")
     if segment is not None and segment.gone:  # evicted whole
         segment, header = None, _new_header(store, representation)
-        if not has_room(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
+        if not (has_room if replacing else make_room)(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
             return store.refused("full")
     if segment is None:
         assert header is not None
@@ -82,6 +83,8 @@ def add_extent(
         with store.lock:
             store.books.apply([placed], own=True)
             store.books.charge(segment, segment.allocated_bytes + nbytes)
+            if store.sync:
+                segment.synced_bytes = offset + nbytes
         try:
             facts = store.disk.facts(handle)
         except OSError:  # stored all the same

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import ExtentId, ExtentInfo
-from headstart.tier.disk.bulk import AddedColumns
+from headstart.tier.columns import ExtentColumns
+from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import (
@@ -40,15 +41,16 @@ from headstart.tier.disk.records import (
     Touched,
     removed_records,
 )
+from headstart.tier.growing import Maps
 from headstart.tier.index import BlockIndex
 
 REMOVALS_KEPT = 10_000
+GONE_KEPT = 4096  # segments that are no more and are still known by name
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
 _WAITING = 1 << 16  # promises and pins of extents that were not heard of yet, at most
 _PART = 256  # records of a snapshot at once: what a lookup may have to wait for
-_GROWTH_ROWS = 1 << 16  # rows that are added at most ahead of need: what is new is zeroed, while lookups wait
 # Bytes of a journal, about: of a record, of an extent that is only named, and of one's promise and pin.
 _RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 
@@ -57,7 +59,8 @@ _RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
 class Segment:
     """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
     `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges, or, when
-    `stale`, did before another process changed the file."""
+    `stale`, did before another process changed the file. `synced_bytes`: up to there it would survive a power loss, and the
+    records of its extents too, as far as this process knows."""
 
     name: SegmentName
     number: int
@@ -72,6 +75,7 @@ class Segment:
     gone: bool = False
     stale: bool = False
     allocated_bytes: int = 0
+    synced_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
     rows: Rows = field(default_factory=Rows)  # by offset
@@ -124,10 +128,13 @@ class Books:
         self.allocated_bytes = 0  # of all segments
         self.blocks = 0
         self.extents = 0
-        self._numbered: list[Segment] = []
+        self._numbered: dict[int, Segment] = {}
+        self._next_number = 0
+        self._forget_at = GONE_KEPT
         self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
         self._free = array("I")
         self._used_rows = 0
+        self._maps = Maps()  # of the columns
         self._kept = Kept(Retention() if retention is None else retention)
         self._fields: dict[int, bytes] = {}  # only of rows that have any
         self._parent = np.zeros((64, PREFIX_BYTES), np.uint8)
@@ -143,17 +150,17 @@ class Books:
         self._alive = np.zeros(64, np.bool_)
         self._removed_blocks = 0  # of all removals that are kept
         self._loading = True
-        self._early_uses: list[Touched] = []
+        self._early_uses: list[Touched | UsedColumns] = []
         self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
         self._waiting: dict[ExtentName, list[tuple[Raise | Pin, bool]]] = {}
 
     # What journals say.
 
-    def apply(self, records: Iterable[Record | AddedColumns], *, own: bool, now_ms: int = FOREVER_MS) -> None:
+    def apply(self, records: Iterable[Loaded], *, own: bool, now_ms: int = FOREVER_MS) -> None:
         """Take over records of one journal, in its order. `own`: it is this process's journal. Uses and promises come last,
         while loading after all journals: one may speak of them before another one, read later, says that the extent was added.
         `now_ms`: what somebody's clock called later than that counts as now."""
-        uses: list[Touched] = []
+        uses: list[Touched | UsedColumns] = []
         terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
         for record in records:
             match record:
@@ -161,7 +168,7 @@ class Books:
                     self._add(record, own=own, now_ms=now_ms)
                 case AddedColumns():
                     self._add_columns(record, own=own, now_ms=now_ms)
-                case Touched():
+                case Touched() | UsedColumns():
                     uses.append(record)
                 case ClassRaised() | Pinned():
                     terms.append((record, own, now_ms))
@@ -202,8 +209,8 @@ class Books:
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = Segment(name, len(self._numbered))
-            self._numbered.append(segment)
+            segment = self.segments[name] = self._numbered[self._next_number] = Segment(name, self._next_number)
+            self._next_number += 1
         return segment
 
     def forget_segment(self, segment: Segment) -> None:
@@ -213,6 +220,18 @@ class Books:
         segment.gone = True
         self.charge(segment, 0)
         segment.dead.clear()
+
+    def forget_long_gone(self) -> None:
+        """Of segments that are gone, or only named by removals, know no more than the last ones mentioned first: a directory is
+        in use for years. A journal that speaks of an older one yet finds no file, as it would have anyway. For whoever holds no
+        segment: in turn, between two changes."""
+        if len(self.segments) < self._forget_at:
+            return
+        idle = [s for s in self.segments.values() if not (s.rows or s.allocated_bytes) and (s.gone or not s.opened)]
+        for segment in idle[:-GONE_KEPT]:
+            del self.segments[segment.name]
+            del self._numbered[segment.number]
+        self._forget_at = len(self.segments) + GONE_KEPT
 
     def charge(self, segment: Segment, allocated_bytes: int) -> None:
         """Note what the file system charges for a segment."""
@@ -291,6 +310,7 @@ class Books:
             if segment not in plain and segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all()):
                 segment.stale |= not own
                 segment.end = max(segment.end, int(ends[first:end].max()))
+                self.counter = max(self.counter, int(columns.rows["last_used"][first:end].max()))
                 plain[segment] = first + np.flatnonzero(~segment.dead.among(some))
                 continue
             self._enter_columns(columns, plain, now_ms)
@@ -298,7 +318,6 @@ class Books:
             for at in range(first, end):
                 self._add(columns.record(at), own=own, now_ms=now_ms)
         self._enter_columns(columns, plain, now_ms)
-        self.counter = max(self.counter, int(columns.rows["last_used"].max()))
 
     def _enter_columns(self, columns: AddedColumns, groups: dict[Segment, npt.NDArray[np.int64]], now_ms: int) -> None:
         """As `_enter` for each record of `groups`, which are in order: of each segment, those that it gets."""
@@ -341,10 +360,19 @@ class Books:
             keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
             self._index(representation).load(keys, rows[those], some)
 
-    def _use_all(self, records: Iterable[Touched]) -> None:
+    def _use_all(self, records: Iterable[Touched | UsedColumns]) -> None:
+        columns: list[UsedColumns] = []
         for record in records:
+            if isinstance(record, UsedColumns):
+                columns.append(record)
+                continue
             for name, used in record.uses:
                 self._use(name, used)
+        for segment_name, offsets, counters in UsedColumns.together(columns).groups() if columns else ():
+            self.counter = max(self.counter, int(counters.max()))
+            if (segment := self.segments.get(segment_name)) is not None:
+                rows = segment.rows.get_all(offsets)
+                np.maximum.at(self._last_used, rows[rows >= 0], counters[rows >= 0])
 
     def _use(self, name: ExtentName, used: int) -> None:
         self.counter = max(self.counter, used)
@@ -461,12 +489,16 @@ class Books:
         """As `info`, for many at once: column by column, since 250,000 of them are looked at together."""
         expires_ms = self._kept.expires_ms(rows, self._created_ms[rows])
         promised_ms = np.minimum(self._kept.promised_ms[rows], expires_ms)
-        parents = self._parent[rows].tobytes()
-        numbers, where = self._segment[rows].tolist(), {}
-        for number in set(numbers):
-            segment = self._numbered[number]
-            where[number] = (segment.representation, segment.name.file, self._index(segment.representation))
+        shape = self.columns(rows)
+        parents, blob = shape.parents.tobytes(), shape.keys.tobytes()
+        end = shape.ends * PREFIX_BYTES
+        numbers = self._segment[rows].tolist()
+        where = {
+            number: (self._numbered[number].representation, self._numbered[number].name.file) for number in set(numbers)
+        }
         columns = (
+            end - shape.blocks * PREFIX_BYTES,
+            end,
             rows | self._generation[rows] << _GENERATION_SHIFT,
             self._offset[rows],
             self._extent_bytes[rows],
@@ -481,6 +513,8 @@ class Books:
         for n, (
             row,
             number,
+            first,
+            last,
             one,
             offset,
             extent_bytes,
@@ -491,15 +525,14 @@ class Books:
             promised,
             expires,
         ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
-            representation, file, index = where[number]
-            prefixes = index.keys(row).tobytes()
+            representation, file = where[number]
             pinned_ms = self._kept.pinned_ms(row)
             found.append(
                 ExtentInfo(
                     id=ExtentId(one),
                     representation=representation,
-                    keys=tuple(prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)),
-                    blocks=len(prefixes) // PREFIX_BYTES,
+                    keys=tuple([blob[at : at + PREFIX_BYTES] for at in range(first, last, PREFIX_BYTES)]),
+                    blocks=(last - first) // PREFIX_BYTES,
                     header_bytes=header_bytes,
                     extent_bytes=extent_bytes,
                     created_ms=created_ms,
@@ -516,9 +549,31 @@ class Books:
             )
         return found
 
+    def columns(self, rows: npt.NDArray[np.int64]) -> ExtentColumns:
+        """Return what prefixes are made of, of many extents at once."""
+        numbers, member = np.unique(self._segment[rows], return_inverse=True)
+        of_segment = [self._numbered[number].representation for number in numbers.tolist()]
+        names = tuple(dict.fromkeys(of_segment))
+        representation = np.array([names.index(name) for name in of_segment], np.int64)[member]
+        blocks, parts = np.zeros(len(rows), np.int64), []
+        for n, name in enumerate(names):
+            mine = np.flatnonzero(representation == n)
+            part, blocks[mine] = self._index(name).keys_of_all(rows[mine])
+            parts.append(part)
+        keys = np.zeros((int(blocks.sum()), PREFIX_BYTES), np.uint8)
+        owners = np.repeat(representation, blocks)
+        for n, part in enumerate(parts):
+            keys[owners == n] = part
+        return ExtentColumns(names, representation, blocks, self._extent_bytes[rows], self._parent[rows], keys)
+
     def living(self) -> npt.NDArray[np.int64]:
         """Return the rows of all living extents."""
         return np.flatnonzero(self._alive[: self._used_rows])
+
+    def living_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids of all living extents."""
+        rows = self.living()
+        return rows | self._generation[rows] << _GENERATION_SHIFT
 
     def candidates(self, now_ms: int) -> Candidates:
         """Return a copy of what a choice among all living extents needs."""
@@ -563,14 +618,22 @@ class Books:
     def is_pinned(self, row: int, now_ms: int) -> bool:
         return self._kept.pinned_ms(row) > now_ms
 
-    def pinned_bytes(self, now_ms: int, *, more: Iterable[int] = (), holes: bool = True) -> int:
-        """Return what pinned extents keep from being given back, those `more` rows included. Without `holes` that is all of the
-        segments that they lie in."""
-        rows = np.union1d(self._kept.pinned(now_ms), np.array(list(more), np.int64)).astype(np.int64)
+    def pinned_bytes(self, now_ms: int) -> int:
+        """Return how many bytes pinned extents take."""
+        return int(self._extent_bytes[self._kept.pinned(now_ms)].sum())
+
+    def kept_by_pins(self, rows: Iterable[int], *, holes: bool) -> dict[int, int]:
+        """Return what cannot be given back while these rows are pinned, in parts by number, so that no part counts twice: the
+        extents, or, without `holes`, the segments that they lie in."""
         if holes:
-            return int(self._extent_bytes[rows].sum())
-        segments = [self._numbered[number] for number in np.unique(self._segment[rows]).tolist()]
-        return sum(max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments)
+            return {row: int(self._extent_bytes[row]) for row in rows}
+        segments = [self._numbered[number] for number in {int(self._segment[row]) for row in rows}]
+        return {s.number: max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments}
+
+    def pinned(self, now_ms: int) -> list[int]:
+        """Return the rows that are pinned."""
+        rows: list[int] = self._kept.pinned(now_ms).tolist()
+        return rows
 
     def terms_records(self, rows: Iterable[int], *, now_ms: int, added: bool = False) -> list[Record]:
         """Return the promises and pins of rows as a journal says them; `added`: it says as well that they were added."""
@@ -702,12 +765,8 @@ class Books:
     def _new_rows(self, count: int) -> npt.NDArray[np.int64]:
         first, self._used_rows = self._used_rows, self._used_rows + count
         if self._used_rows > len(self._segment):
-            # Columns are resized, not copied: the pages of a big one are moved. No view of a column outlives a method of this
-            # class or of `kept`, which is what refcheck would look for.
-            length = self._used_rows + max(64, min(first // 8, _GROWTH_ROWS))
-            for name in _COLUMNS:
-                column: npt.NDArray[np.generic] = getattr(self, name)
-                column.resize((length, *column.shape[1:]), refcheck=False)
+            length = self._used_rows + max(64, first // 8)
+            self._maps.resize(self, _COLUMNS, length)
             self._kept.grow(length)
         return np.arange(first, self._used_rows)
 

@@ -9,8 +9,9 @@ of which it has extents already.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,7 @@ _ROW = np.dtype(
         ("parent", "u1", (PREFIX_BYTES,)),
     ]
 )
+_USE = np.dtype([("writer", "V16"), ("sequence", "<u4"), ("offset", "<u8"), ("used", "<u8")])
 _SEGMENT_BYTES = 20  # writer and sequence, which a record begins with
 _LENGTHS = np.arange(_ROW.itemsize)
 assert _ROW.itemsize == ADDED.size
@@ -72,19 +74,17 @@ class AddedColumns:
 
     def groups(self) -> Iterator[tuple[SegmentName, int, int]]:
         """Yield (segment, first, end) for records that stand side by side and are of one segment."""
-        names = self.rows[["writer", "sequence"]].tolist()
-        first = 0
-        for at in range(1, len(names) + 1):
-            if at == len(names) or names[at] != names[first]:
-                yield SegmentName(*names[first]), first, at
-                first = at
+        names = self.rows.view(np.uint8).reshape(len(self), -1)[:, :_SEGMENT_BYTES]
+        edges = np.flatnonzero((names[1:] != names[:-1]).any(axis=1)) + 1
+        for first, end in pairwise([0, *edges.tolist(), len(self)]):
+            yield _segment(self.rows[first]), first, end
 
     def record(self, at: int) -> ExtentAdded:
         row = self.rows[at]
         start = int(self.first_keys[at])
         retention, tenant, fields = self.terms[self.terms_of[at]]
         return ExtentAdded(
-            ExtentName(SegmentName(bytes(row["writer"]), int(row["sequence"])), int(row["offset"])),
+            ExtentName(_segment(row), int(row["offset"])),
             int(row["extent_bytes"]),
             int(row["header_bytes"]),
             int(row["created_ms"]),
@@ -98,11 +98,33 @@ class AddedColumns:
         )
 
 
-def decode_bulk(
-    data: memoryview, *, writer: bytes, generation: int, offset: int, state: Decoded
-) -> list[Record | AddedColumns]:
-    """As `decode_records`, with the extents that were added in columns."""
-    found: list[Record | AddedColumns] = []
+@dataclass(frozen=True, slots=True)
+class UsedColumns:
+    """Uses, as `Touched`: rows of writer, sequence, offset and the use counter's value."""
+
+    rows: npt.NDArray[np.void]
+
+    @classmethod
+    def together(cls, columns: Sequence[UsedColumns]) -> UsedColumns:
+        return cls(np.concatenate([one.rows for one in columns]))
+
+    def groups(self) -> Iterator[tuple[SegmentName, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """Yield (segment, offsets, counters) for each segment."""
+        names = np.ascontiguousarray(self.rows.view(np.uint8).reshape(-1, _USE.itemsize)[:, :_SEGMENT_BYTES])
+        different, which = np.unique(names.view(f"S{_SEGMENT_BYTES}")[:, 0], return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        ends = np.cumsum(np.bincount(which, minlength=len(different))).tolist()
+        for first, end in pairwise([0, *ends]):
+            some = self.rows[order[first:end]]
+            yield _segment(some[0]), some["offset"].astype(np.int64), some["used"].astype(np.int64)
+
+
+Loaded = Record | AddedColumns | UsedColumns
+
+
+def decode_bulk(data: memoryview, *, writer: bytes, generation: int, offset: int, state: Decoded) -> list[Loaded]:
+    """As `decode_records`, with extents that were added, and uses, in columns."""
+    found: list[Loaded] = []
     try:
         _decode(bytes(data), struct.pack("<16sI", writer, generation), offset, state, found)
     except (ValueError, struct.error):
@@ -110,7 +132,7 @@ def decode_bulk(
     return found
 
 
-def _decode(data: bytes, name: bytes, offset: int, state: Decoded, found: list[Record | AddedColumns]) -> None:
+def _decode(data: bytes, name: bytes, offset: int, state: Decoded, found: list[Loaded]) -> None:
     """Raises ValueError or struct.error for a record that cannot be decoded, or may be none."""
     unpack, digest, position = RECORD_PREFIX.unpack_from, xxhash.xxh3_64_digest, struct.Struct("<Q").pack
     added, head = int(RecordType.ADDED), RECORD_PREFIX.size
@@ -140,7 +162,8 @@ def _decode(data: bytes, name: bytes, offset: int, state: Decoded, found: list[R
             if kind == RecordType.SEGMENT_OPENED and data[start : start + _SEGMENT_BYTES] in segments:
                 found.append(_columns(data, starts, ends))
                 starts, ends, segments = [], [], set()
-            found.append(decode_payload(kind, memoryview(data)[start:check]))
+            payload = memoryview(data)[start:check]
+            found.append(_uses(payload) if kind == RecordType.TOUCHED else decode_payload(kind, payload))
         at = check + CHECK_BYTES
     if starts:
         found.append(_columns(data, starts, ends))
@@ -169,3 +192,14 @@ def _columns(data: bytes, starts: list[int], ends: list[int]) -> AddedColumns:
         tuple(decode_fields(tail) for tail in numbered),
         np.array(terms_of, np.intp),
     )
+
+
+def _uses(payload: memoryview) -> UsedColumns:
+    rows = np.frombuffer(payload, _USE)
+    if len(rows) and int(rows["used"].max()) >= USES:
+        raise ValueError("a use counter that nobody can have reached")
+    return UsedColumns(rows)
+
+
+def _segment(row: np.void) -> SegmentName:
+    return SegmentName(bytes(row["writer"]), int(row["sequence"]))

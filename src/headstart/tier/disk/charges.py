@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.tier.disk.directory import MARKER, Directory
+from headstart.tier.disk.directory import DEVICES, MARKER, Directory
 from headstart.tier.disk.door import Disk
-from headstart.tier.disk.removal import evict, measure
+from headstart.tier.disk.evicting import evict
+from headstart.tier.disk.removal import measure
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
@@ -39,7 +40,7 @@ def survey(store: Store) -> None:
                 journals += nbytes
             else:
                 remains += nbytes
-    for path in [*listing.temporary, store.directory.root / MARKER]:
+    for path in [*listing.temporary, store.directory.root / MARKER, store.directory.root / DEVICES]:
         remains += _charged(store.disk, path)
     store.other_journals_bytes, store.remains_bytes = journals, remains
     store.folders = {path: _charged(store.disk, path) for path in store.directory.folders()}
@@ -49,7 +50,7 @@ def survey(store: Store) -> None:
 def charged_bytes(disk: Disk, directory: Directory) -> int:
     """Return what the file system charges for all files of a cache and their folders. Raises OSError."""
     listing = directory.list()
-    paths = [directory.root / MARKER, *directory.folders(), *listing.temporary]
+    paths = [directory.root / MARKER, directory.root / DEVICES, *directory.folders(), *listing.temporary]
     paths += [directory.segment_path(name) for name in listing.segments]
     paths += [directory.journal_path(writer, n) for writer, numbers in listing.journals.items() for n in numbers]
     return sum(_charged(disk, path) for path in paths)
@@ -81,7 +82,8 @@ def make_room(store: Store, needed_bytes: int) -> bool:
     short = _short(store, needed_bytes)
     if short <= 0:
         return True
-    if store.books.live_bytes - short < store.capacity_bytes // KEPT_SHARE:
+    others = short > needed_bytes  # somebody else took of it; else it is enough to give way for what is new
+    if others and store.books.live_bytes - short < store.capacity_bytes // KEPT_SHARE:
         store.pause(f"all but {gib(store.min_free_bytes)} of its file system is taken, and so much is to stay free")
     elif store.clock() >= store.give_back_due:
         evict(store, short, "min-free")

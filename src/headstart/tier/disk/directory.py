@@ -72,6 +72,13 @@ class Directory:
         except OSError as error:
             raise unavailable(self.root, error) from error
 
+    def sync(self) -> None:
+        """Return when the folders would survive a power loss, whoever made them. Raises OSError."""
+        for path in (self.segments, self.journals, self.root):
+            self._disk.sync_directory(path)
+        with suppress(PermissionError):  # a parent that may be passed through but not read
+            self._disk.sync_directory(self.root.parent)
+
     def require(self) -> None:
         """Make sure that a cache is there that this version reads, and change nothing. Raises NotThere where none is,
         FormatMismatch, TierUnavailable."""
@@ -92,7 +99,7 @@ class Directory:
             self._require_readable(marker, path)
 
     def segment_path(self, name: SegmentName) -> Path:
-        return self.segments / f"{name.sequence & 0xFF:02x}" / name.file
+        return self.segments.joinpath(f"{name.sequence & 0xFF:02x}", name.file)
 
     def journal_path(self, writer: bytes, generation: int) -> Path:
         return self.journals / f"{writer.hex()}-{generation:08x}.log"

@@ -81,7 +81,9 @@ class Disk(Protocol):
         is no regular file (a link is none) is OSError(ELOOP)."""
         ...
 
-    def close(self, handle: Handle) -> None: ...
+    def close(self, handle: Handle) -> None:
+        """Let go of a handle. It is gone whatever is raised: its number may be another file's by then."""
+        ...
 
     def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill every buffer, in order, from `offset`; returns the bytes read. Where the file ends before that, raises
@@ -149,6 +151,7 @@ class RealDisk:
 
     def __init__(self) -> None:
         self._direct: dict[Handle, int] = {}
+        self._locked: dict[Handle, int] = {}  # files locked whole → the process that did so
 
     def probe(self, directory: Path) -> bool:
         for _ in range(_PROBES - 1):
@@ -197,6 +200,9 @@ class RealDisk:
     def close(self, handle: Handle) -> None:
         direct = self._direct.pop(handle, None)
         try:
+            if self._locked.pop(handle, None) == os.getpid():
+                with suppress(OSError):  # else a child that was forked meanwhile keeps the lock for as long as it lives
+                    fcntl.flock(handle, fcntl.LOCK_UN)
             if direct is not None:
                 os.close(direct)
         finally:
@@ -270,6 +276,7 @@ class RealDisk:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        self._locked[handle] = os.getpid()
         return True
 
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import Books
+from headstart.tier.disk.durable import sync_places
 from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ClassRaised, ExtentName, Pinned, Record
 from headstart.tier.disk.removal import remove
 
@@ -39,8 +40,11 @@ class Doubles:
             books = store.books
             found = list(find_doubles(books))
             pairs = [(books.id_of(smaller), books.name(larger)) for smaller, larger in found[:_AT_ONCE]]
+            places = [books.place(larger) for _, larger in found[:_AT_ONCE]]
         for smaller, larger in pairs:
             carry_over(store, [smaller], larger)
+        if not sync_places(store, places):
+            return False
         removed = remove(store, [smaller for smaller, _ in pairs], reason=JOINED)
         store.counters.add(f"removed_{JOINED}", len(removed))
         if len(found) > _AT_ONCE and removed:

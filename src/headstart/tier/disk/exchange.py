@@ -48,14 +48,33 @@ def write_file(path: Path, representation: Representation, images: Iterable[memo
                 nbytes = _write(file.write, file.seek, representation, images, now_ms=now_ms)
                 file.flush()
                 os.fsync(file.fileno())
-            os.rename(temporary, path)
+            _put_in_place(temporary, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+    except FileExistsError as error:
+        raise StoreError(f"{path} is there already; remove it or choose another name", path=path) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}; free space or choose another place") from error
     return nbytes
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Give a file its name, for good, unless somebody else has it by now. Raises OSError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # there are no second names on this file system
+        os.rename(temporary, path)
+    else:
+        os.unlink(temporary)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _write(

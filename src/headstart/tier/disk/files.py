@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,12 @@ from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
+from headstart.tier.disk.pause import ONLY_READABLE
 from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 
 MAX_IDLE_FILES = 256
+_SHARE_OF_FILES = 8  # such a part of the files that the process may have open is kept idle; a file has two descriptors
 
 
 @dataclass(slots=True)
@@ -32,7 +35,8 @@ class SegmentFiles:
         self._mode: OpenMode = mode
         self._disk = disk
         self._directory = directory
-        self._max_idle = max_idle
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_idle = max_idle if allowed == resource.RLIM_INFINITY else min(max_idle, allowed // _SHARE_OF_FILES)
         self._closed = False
         self._changed = Condition()
         self._open: OrderedDict[SegmentName, _Open] = OrderedDict()  # longest unused first
@@ -62,7 +66,7 @@ class SegmentFiles:
                 closing += [self._open.pop(name) for name in idle]
             self._changed.notify_all()
         for one in closing:
-            self._disk.close(one.handle)
+            self._close(one.handle)
 
     @contextmanager
     def held(self, segment: Segment) -> Iterator[Handle]:
@@ -100,7 +104,16 @@ class SegmentFiles:
             if opened.holds:
                 return
             del self._open[segment.name]
-        self._disk.close(opened.handle)
+        self._close(opened.handle)
+
+    def close_idle(self) -> bool:
+        """Close the files that nobody holds, and be told whether there were any."""
+        with self._changed:
+            idle = [name for name, opened in self._open.items() if not opened.holds]
+            handles = [self._open.pop(name).handle for name in idle]
+        for handle in handles:
+            self._close(handle)
+        return bool(handles)
 
     def close(self, timeout_s: float) -> bool:
         """Close every file, waiting for those that are held. False: some are held still and close when their holds end."""
@@ -112,29 +125,50 @@ class SegmentFiles:
             for opened in self._open.values():
                 opened.discarded = True
         for handle in handles:
-            self._disk.close(handle)
+            self._close(handle)
         return done
 
     def _keep(self, name: SegmentName, handle: Handle) -> Handle:
         with self._changed:
             opened = self._open.get(name)
             if opened is None:
-                opened = self._open[name] = _Open(handle)
+                opened = self._open[name] = _Open(handle, discarded=self._closed)
             opened.holds += 1
         if opened.handle != handle:  # another thread opened it meanwhile
-            self._disk.close(handle)
+            self._close(handle)
         return opened.handle
 
+    def _close(self, handle: Handle) -> None:
+        with suppress(OSError):  # what was done with it is done
+            self._disk.close(handle)
+
+    def check(self, segment: Segment) -> None:
+        """Raise what `hold` would raise. Nothing is kept open, for when thousands are looked at."""
+        handle = self._disk.open(self._directory.segment_path(segment.name), "read")
+        self._close(self._checked(segment, handle))
+
     def _open_checked(self, segment: Segment) -> Handle:
-        handle = self._disk.open(self._directory.segment_path(segment.name), self._mode, bulk=True)
+        path = self._directory.segment_path(segment.name)
+        try:
+            handle = self._disk.open(path, self._mode, bulk=True)
+        except OSError as error:
+            if error.errno not in ONLY_READABLE:
+                raise
+            handle = self._disk.open(path, "read", bulk=True)
+        return self._checked(segment, handle)
+
+    def _checked(self, segment: Segment, handle: Handle) -> Handle:
         try:
             size = self._disk.facts(handle).size
             data = bytearray(min(segment.header_bytes, size))
-            self._disk.read(handle, [memoryview(data)], 0)
+            try:
+                self._disk.read(handle, [memoryview(data)], 0)
+            except StoreError as error:  # cut since its size was asked: whoever removes a file cuts it first
+                raise ExtentCorrupt("a segment file ends inside its header", reason="truncated") from error
             header = decode_segment_header(memoryview(data))
             if (header.segment, header.digest) != (segment.name, segment.representation):
                 raise ExtentCorrupt("a segment file is not the one that its name says", reason="segment-name")
         except BaseException:
-            self._disk.close(handle)
+            self._close(handle)
             raise
         return handle

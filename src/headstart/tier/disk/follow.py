@@ -6,10 +6,15 @@ import contextlib
 from collections.abc import Sequence
 
 from headstart.errors import StoreError
+from headstart.policy.retention import FOREVER_MS
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, OpenMode
 from headstart.tier.disk.journal import JournalTail
 from headstart.tier.disk.records import Record
+
+_NOBODY = b""  # the writer whose journal is not followed, where all are others'
+_LOOKS = 8  # at the list of journals: one that is renewed while it is read is found the next time
 
 
 class Others:
@@ -73,6 +78,11 @@ class Others:
         self._measure()
         return records
 
+    def sync(self) -> None:
+        """Return when all that was read of other journals would survive a power loss. Raises OSError."""
+        for tail in self._tails.values():
+            self._disk.sync(tail.handle)
+
     def close(self) -> None:
         while self._tails:
             self._tails.popitem()[1].close()
@@ -89,6 +99,31 @@ class Others:
             self.allocated_bytes = sum(tail.allocated_bytes() for tail in self._tails.values()) + sum(
                 self._disk.stat(path).allocated_bytes for path in unreadable
             )
+
+
+def follow_all(disk: Disk, directory: Directory, books: Books, *, now_ms: int = FOREVER_MS) -> Others:
+    """Have `books` take over what all journals say, and return who follows them from now on. Nothing is locked or changed.
+    Raises OSError, leaving nothing open."""
+    tails: list[JournalTail] = []
+    try:
+        for writer, generation in directory.list_journals().items():
+            # What cannot be opened or read now, or was renewed just now, is looked for again.
+            with contextlib.suppress(OSError, StoreError):
+                tail = JournalTail(disk, directory, writer=writer, generation=generation, mode="read")
+                tails.append(tail)
+                books.apply(tail.load(), own=False, now_ms=now_ms)
+        others = Others(disk, directory, tails, own_writer=_NOBODY, mode="read")
+        for _ in range(_LOOKS):
+            before = directory.list_journals()
+            books.apply(others.look_for_new(), own=False, now_ms=now_ms)
+            if before == directory.list_journals():
+                break
+    except BaseException:
+        for tail in tails:
+            tail.close()
+        raise
+    books.finish_loading()
+    return others
 
 
 def _gone(tail: JournalTail) -> bool:

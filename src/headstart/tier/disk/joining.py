@@ -27,6 +27,7 @@ from headstart.tier.arena import Arena
 from headstart.tier.base import ExtentId, ExtentInfo, ReadRange
 from headstart.tier.disk.adding import add_extent
 from headstart.tier.disk.doubles import JOINED, carry_over, find_doubles
+from headstart.tier.disk.durable import sync_places
 from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdded, ExtentName
 from headstart.tier.disk.removal import remove
 from headstart.tier.disk.store import Store
@@ -297,7 +298,11 @@ class Joiner:
                 if added is None or not add_extent(store, image, joined.representation, added, replacing=True).stored:
                     return 0
                 segment = store.appending[joined.representation.digest]
-                carry_over(store, extents, ExtentName(segment.name, segment.end - image.nbytes))
+                offset = segment.end - image.nbytes
+                carry_over(store, extents, ExtentName(segment.name, offset))
+                # What a power loss could no longer touch must not become what was written last.
+                if not sync_places(store, [(segment, offset, image.nbytes)]):
+                    return 0
                 removed = remove(store, extents, reason=JOINED)
                 store.counters.add(f"removed_{JOINED}", len(removed))
                 store.upkeep.tidy()

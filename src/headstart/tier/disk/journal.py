@@ -18,7 +18,7 @@ from typing import TypeVar
 import xxhash
 
 from headstart.errors import StoreError
-from headstart.tier.disk.bulk import AddedColumns, decode_bulk
+from headstart.tier.disk.bulk import Loaded, decode_bulk
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.records import (
@@ -64,6 +64,7 @@ class Journal:
         self._closed = False
         self._written = xxhash.xxh3_64()  # of all `size` bytes
         self._unknown: list[Unknown] = []  # records of later versions, kept for them
+        self._withdrawn: Path | None = None  # the next generation, which failed and may still stand there
         self.broken = False  # something that readers may have seen stands behind `size`: to go on, renew it
         self.silent = False  # it says nothing that anybody would miss
 
@@ -126,8 +127,15 @@ class Journal:
 
     @property
     def lost(self) -> bool:
-        """True once somebody removed the file under us."""
-        return self._disk.facts(self._handle).links == 0
+        """True once somebody removed the file under us, or the file system that it lies on."""
+        facts = None
+        with contextlib.suppress(OSError):  # of a device that went, while its place may have another by now
+            facts = self._disk.facts(self._handle)
+        try:
+            there = self._disk.stat(self._directory.journal_path(self.writer, self.generation))
+        except FileNotFoundError:
+            return True
+        return facts is None or facts.links == 0 or facts.inode != there.inode
 
     @property
     def allocated_bytes(self) -> int:
@@ -154,6 +162,7 @@ class Journal:
     def append(self, records: Sequence[Record], *, sync: bool) -> None:
         """Add records. Raises OSError; then none of them counts, though readers may have seen some if it is `broken` now."""
         assert not self.broken, "a broken journal is renewed before anything is added"
+        self._settle(sync=sync)
         data = bytearray()
         seen = 0  # so much must stand behind `size` for a reader to find a record there
         for record in records:
@@ -174,18 +183,26 @@ class Journal:
         """Return what records take in it."""
         return sum(len(encode_record(record, writer=self.writer, generation=0, offset=0)) for record in records)
 
+    def sync(self) -> None:
+        """Return when all that was appended would survive a power loss. Raises OSError."""
+        self._disk.sync(self._handle)
+
     def renew(self, records: Sequence[Record], *, now_ms: int, most_bytes: int | None = None) -> Journal:
         """Return the next generation, which holds `records`; this one is closed and removed. Raises OSError, and then this
         one stays. What it holds of later versions goes along."""
-        new = Journal.create(
-            self._disk,
-            self._directory,
-            [*records, *self._unknown],
-            writer=self.writer,
-            generation=self.generation + 1,
-            now_ms=now_ms,
-            most_bytes=most_bytes,
-        )
+        try:
+            new = Journal.create(
+                self._disk,
+                self._directory,
+                [*records, *self._unknown],
+                writer=self.writer,
+                generation=self.generation + 1,
+                now_ms=now_ms,
+                most_bytes=most_bytes,
+            )
+        except OSError:
+            self._withdrawn = self._directory.journal_path(self.writer, self.generation + 1)
+            raise
         with contextlib.suppress(OSError):  # a generation too many is removed at the next open
             self._disk.unlink(self._directory.journal_path(self.writer, self.generation))
         self._close()
@@ -202,9 +219,21 @@ class Journal:
                 self._disk.unlink(self._directory.journal_path(self.writer, self.generation))
         self._close()
 
+    def _settle(self, *, sync: bool) -> None:
+        """Make sure that a newer generation which failed is gone, and stays so after a power loss: only the newest counts, so
+        what is added to an older one would be lost. Raises OSError."""
+        if self._withdrawn is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(self._withdrawn)
+        if sync:
+            self._disk.sync_directory(self._directory.journals)
+        self._withdrawn = None
+
     def _close(self) -> None:
         self._closed = True
-        self._disk.close(self._handle)
+        with contextlib.suppress(OSError):  # else a journal whose handle may be another file's by now would go on
+            self._disk.close(self._handle)
 
     def _read_back(self) -> xxhash.xxh3_64:
         found = xxhash.xxh3_64()
@@ -251,7 +280,7 @@ class JournalTail:
     def let_go(self) -> None:
         """Give the lock back and go on following. Raises OSError."""
         handle = self._disk.open(self._path, "write")  # the same file: nobody replaces one that is locked
-        self._disk.close(self.handle)
+        self.close()
         self.handle, self.taken, self.ended = handle, False, bool(self.stopped)
 
     @property
@@ -264,8 +293,8 @@ class JournalTail:
         OSError or StoreError, and then all is read again next time."""
         return self._read_on(_one_by_one, _CHUNK_BYTES)
 
-    def load(self) -> list[Record | AddedColumns]:
-        """As `poll`, for a whole journal: in large steps, the extents that were added in columns."""
+    def load(self) -> list[Loaded]:
+        """As `poll`, for a whole journal: in large steps, most of it in columns."""
         return self._read_on(decode_bulk, _LOAD_BYTES)
 
     def _read_on(self, decode: Callable[..., list[R]], chunk_bytes: int) -> list[R]:
@@ -306,7 +335,8 @@ class JournalTail:
         return self._disk.facts(self.handle).allocated_bytes
 
     def close(self) -> None:
-        self._disk.close(self.handle)
+        with contextlib.suppress(OSError):
+            self._disk.close(self.handle)
 
     def _check_header(self) -> None:
         data = bytearray(min(HEADER_BYTES, self._disk.facts(self.handle).size))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record
+from headstart.tier.growing import Maps
 
 _Rows = npt.NDArray[np.int64]
 
@@ -22,6 +23,7 @@ class Kept:
 
     def __init__(self, retention: Retention) -> None:
         self.retention = retention
+        self._maps = Maps()  # of the columns
         self.promised_ms = np.zeros(64, np.int64)
         self.tenants = np.zeros(64, np.int32)
         self.said = np.zeros(64, np.uint8)
@@ -39,9 +41,7 @@ class Kept:
 
     def grow(self, rows: int) -> None:
         """Make room for so many rows."""
-        for name in _COLUMNS:
-            column: npt.NDArray[np.generic] = getattr(self, name)
-            column.resize(rows, refcheck=False)  # as the books' own columns, with what is said there
+        self._maps.resize(self, _COLUMNS, rows)
 
     def enter(self, row: int, *, created_ms: int, nbytes: int, retention: str, tenant: str) -> None:
         """Begin with what an extent was written on: it is promised its class's time from then on."""

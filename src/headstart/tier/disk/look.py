@@ -10,20 +10,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.books import Books, Removal
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.files import SegmentFiles
-from headstart.tier.disk.follow import Others
-from headstart.tier.disk.journal import JournalTail
+from headstart.tier.disk.follow import follow_all
 
-_NOBODY = b""  # the writer whose journal is not followed: a look has none
-_LOOKS = 8  # at the list of journals: one that is renewed while it is read is found the next time
 _CHUNK_BYTES = 8 << 20
 
 
@@ -37,24 +38,11 @@ class Look:
         self._directory = Directory(self._disk, root)
         self._directory.require()
         self._books = Books(retention=retention)
-        tails: list[JournalTail] = []
-        for writer, generation in self._directory.list_journals().items():
-            # What cannot be opened or read now, or was renewed just now, `Others` looks for again.
-            with suppress(OSError, StoreError):
-                tail = JournalTail(self._disk, self._directory, writer=writer, generation=generation, mode="read")
-                tails.append(tail)
-                self._books.apply(tail.load(), own=False)
-        self._others = Others(self._disk, self._directory, tails, own_writer=_NOBODY, mode="read")
+        self._others = follow_all(self._disk, self._directory, self._books)
         self._files = SegmentFiles(self._disk, self._directory, mode="read")
         self._charged = 0
         self._unexplained = 0
         try:
-            for _ in range(_LOOKS):
-                before = self._directory.list_journals()
-                self._books.apply(self._others.look_for_new(), own=False)
-                if before == self._directory.list_journals():
-                    break
-            self._books.finish_loading()
             self._compare()
         except BaseException:
             self.close()
@@ -79,8 +67,14 @@ class Look:
     def segments(self) -> int:
         return sum(segment.opened and not segment.gone for segment in self._books.segments.values())
 
-    def extents(self) -> list[ExtentInfo]:
-        return self._books.infos(self._books.living())
+    def extents(self, some: npt.NDArray[np.int64] | None = None) -> list[ExtentInfo]:
+        """Return all extents, or those that have these places among all."""
+        rows = self._books.living()
+        return self._books.infos(rows if some is None else rows[some])
+
+    def columns(self) -> ExtentColumns:
+        """Return what prefixes are made of, of all extents."""
+        return self._books.columns(self._books.living())
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first."""

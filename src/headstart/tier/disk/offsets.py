@@ -36,7 +36,15 @@ class Offsets:
 
     def among(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which of `offsets` are here."""
-        return np.isin(offsets, np.frombuffer(self._offsets, np.int64)) if self._offsets else np.zeros(len(offsets), np.bool_)
+        return self._places(offsets) >= 0
+
+    def _places(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+        """Return the place of each of `offsets` among those that are here, or -1."""
+        if not self._offsets:
+            return np.full(len(offsets), -1)
+        here = np.frombuffer(self._offsets, np.int64)
+        at = np.minimum(np.searchsorted(here, offsets), len(here) - 1)
+        return np.where(here[at] == offsets, at, -1)
 
     def clear(self) -> None:
         self._offsets = array("q")
@@ -58,6 +66,11 @@ class Rows(Offsets):
     def get(self, offset: int) -> int | None:
         at = self._find(offset)
         return None if at is None else self._rows[at]
+
+    def get_all(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the row at each offset, or -1."""
+        at = self._places(offsets)
+        return np.where(at >= 0, np.frombuffer(self._rows, np.uint32)[at].astype(np.int64), -1) if self._rows else at
 
     def __setitem__(self, offset: int, row: int) -> None:
         at = bisect_left(self._offsets, offset)

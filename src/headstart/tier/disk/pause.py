@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
+BUSY_S = 2.0  # and how long after another process was too long about it: a slow disk stores less, and goes on
 FULL = {errno.ENOSPC, errno.EDQUOT}
+SHORT = {errno.EMFILE, errno.ENFILE}  # of open files
+GONE = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EROFS}
+ONLY_READABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
 
 
@@ -35,17 +40,22 @@ class Pause:
         """Whether it is too early to try again."""
         return bool(self.why) and self._clock() < self._until
 
-    def begin(self, why: str) -> None:
+    def begin(self, why: str, *, for_s: float = STOPPED_S) -> None:
         """Store nothing for a while."""
         if not self.why:
             log.warning(
                 "disk tier %s: nothing is stored for now (%s); reading goes on, and it is tried again every %d s",
                 self._root,
                 why,
-                STOPPED_S,
+                for_s,
             )
         self.why = why
-        self._until = self._clock() + STOPPED_S
+        self._until = self._clock() + for_s
+
+    def begin_for_good(self, why: str) -> None:
+        """Store nothing as long as the directory is open."""
+        log.warning("disk tier %s: nothing is stored (%s); what is there is read", self._root, why)
+        self.why, self._until = why, math.inf
 
     def end(self) -> None:
         if self.why:

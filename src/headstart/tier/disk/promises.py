@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId, Terms
+from headstart.tier.disk.evicting import PINNED_SHARE
 from headstart.tier.disk.records import ExtentName, Pin, Pinned, Record, plausible_ms
-from headstart.tier.disk.removal import PINNED_SHARE
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
@@ -125,20 +125,25 @@ class Promises:
     def _choose(self, extents: Sequence[ExtentId], deadline_ms: int) -> tuple[list[Pin], list[bool]]:
         """Return the pins to journal, and for each extent whether it is pinned then."""
         store, pins, done = self._store, list[Pin](), list[bool]()
-        now_ms = store.now_ms()
+        now_ms, books = store.now_ms(), store.books
         with store.lock:
-            books = store.books
-            chosen: list[int] = []
-            for extent in extents:
-                row = books.row(extent)
-                new = row is not None and deadline_ms > now_ms and not books.is_pinned(row, now_ms)
-                if row is not None and new:
-                    new_bytes = books.pinned_bytes(now_ms, more=[*chosen, row], holes=store.holes)
-                    row = row if new_bytes <= store.capacity_bytes // PINNED_SHARE else None
-                done.append(row is not None)
-                if row is not None:
-                    chosen += [row] if new else []
-                    pins.append(Pin(books.name(row), deadline_ms, books.next_use()))
+            parts = books.kept_by_pins(books.pinned(now_ms), holes=store.holes)
+        left = store.capacity_bytes // PINNED_SHARE - sum(parts.values())
+        for first in range(0, len(extents), _A_RECORD):
+            with store.lock:  # for some at a time: lookups go on
+                for extent in extents[first : first + _A_RECORD]:
+                    row = books.row(extent)
+                    if row is not None and deadline_ms > now_ms and not books.is_pinned(row, now_ms):
+                        ((part, nbytes),) = books.kept_by_pins([row], holes=store.holes).items()
+                        more = 0 if part in parts else nbytes
+                        if more <= left:
+                            parts[part] = nbytes
+                            left -= more
+                        else:
+                            row = None
+                    done.append(row is not None)
+                    if row is not None:
+                        pins.append(Pin(books.name(row), deadline_ms, books.next_use()))
         return pins, done
 
     def _note_class(self, retention: str) -> None:

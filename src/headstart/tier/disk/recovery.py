@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.errors import ExtentCorrupt, StoreError
@@ -21,7 +23,7 @@ from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
-from headstart.tier.disk.bulk import AddedColumns
+from headstart.tier.disk.bulk import Loaded
 from headstart.tier.disk.charges import charged_bytes
 from headstart.tier.disk.directory import Directory, Listing
 from headstart.tier.disk.door import Disk, FileFacts
@@ -31,7 +33,6 @@ from headstart.tier.disk.marker import Marker
 from headstart.tier.disk.records import (
     SEQUENCES,
     WRITER_BYTES,
-    Record,
     SegmentName,
     SegmentOpened,
     Snapshot,
@@ -52,6 +53,7 @@ _REMOVAL_BYTES = 256  # about what one takes in a journal
 _SLACK_BYTES = 32 << 10  # what a file system may charge a file beside its data
 _JOURNAL_BYTES = 8 << 10  # a journal's first block, and one that a folder may grow by
 _TRIES = 16
+_MANY, _LOOK_AT_ONCE, _LOOKERS = 256, 64, 4  # segments that are looked at by threads, by each at a time, and how many threads
 
 
 def recover(
@@ -68,6 +70,8 @@ def recover(
 ) -> tuple[Store, Others]:
     """Return the store of a prepared directory and the other writers on it. Raises OSError, leaving nothing open."""
     with ExitStack() as stack:
+        if sync:
+            directory.sync()
         listing = directory.list()
         for path in listing.temporary:
             _remove_if_abandoned(disk, path)
@@ -228,7 +232,7 @@ def _open_journal(disk: Disk, directory: Directory, listing: Listing, writer: by
     return None
 
 
-def _read(tail: JournalTail, counters: Counters) -> list[Record | AddedColumns]:
+def _read(tail: JournalTail, counters: Counters) -> list[Loaded]:
     try:
         return tail.load()
     except (OSError, StoreError):
@@ -254,7 +258,7 @@ def _remove_if_abandoned(disk: Disk, path: Path) -> bool:
         return False
 
 
-def _next_sequence(tail: JournalTail, records: Sequence[Record | AddedColumns], listing: Listing) -> int:
+def _next_sequence(tail: JournalTail, records: Sequence[Loaded], listing: Listing) -> int:
     """Return the first sequence number behind all that a dead writer may have used."""
     said = [record.next_sequence for record in records if isinstance(record, Snapshot)]
     opened = [record.segment for record in records if isinstance(record, SegmentOpened)]
@@ -267,9 +271,9 @@ def _settle(store: Store, listing: Listing, dead: set[bytes]) -> None:
     torn and give back what nothing lives in. `dead`: their journals are locked."""
     short: list[ExtentId] = []
     opened = [segment for segment in store.books.segments.values() if segment.opened]
-    for segment in opened:
+    for segment, seen in zip(opened, _see_all(store, opened), strict=True):
         try:
-            short += _measure(store, segment, dead)
+            short += _measure(store, segment, seen, dead)
         except (OSError, StoreError) as error:
             store.counters.add("segments_unreadable")
             log.warning("disk tier %s: segment %s: %s", store.directory.root, _name(store, segment.name), error)
@@ -284,24 +288,58 @@ def _settle(store: Store, listing: Listing, dead: set[bytes]) -> None:
             _give_back(store, segment)
 
 
-def _measure(store: Store, segment: Segment, dead: set[bytes]) -> list[ExtentId]:
-    """Count a segment, and cut it where its writer is dead; returns the extents that the file is too short for."""
-    books = store.books
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A segment's file; `facts` are None where it is gone. `error`: why it cannot be used."""
+
+    facts: FileFacts | None
+    error: OSError | StoreError | None = None
+
+
+def _see_all(store: Store, segments: Sequence[Segment]) -> Iterator[_Seen]:
+    """Look at the files of segments: a few at a time where they are many, since each waits for the disk twice."""
+    if len(segments) < _MANY:
+        yield from (_see(store, segment) for segment in segments)
+        return
+    with ThreadPoolExecutor(_LOOKERS, "disk-recovery") as pool:
+        runs = [segments[at : at + _LOOK_AT_ONCE] for at in range(0, len(segments), _LOOK_AT_ONCE)]
+        for seen in pool.map(lambda run: [_see(store, segment) for segment in run], runs):
+            yield from seen
+
+
+def _see(store: Store, segment: Segment) -> _Seen:
     try:
         facts = store.disk.stat(store.directory.segment_path(segment.name))
     except FileNotFoundError:
+        return _Seen(None)
+    except OSError as error:
+        return _Seen(None, error)
+    try:
+        store.files.check(segment)
+    except (OSError, StoreError) as error:
+        return _Seen(facts, error)
+    return _Seen(facts)
+
+
+def _measure(store: Store, segment: Segment, seen: _Seen, dead: set[bytes]) -> list[ExtentId]:
+    """Count a segment, and cut it where its writer is dead; returns the extents that the file is too short for."""
+    books, facts = store.books, seen.facts
+    if facts is None:
+        if seen.error is not None:
+            raise seen.error
         books.forget_segment(segment)
         return []
     books.charge(segment, facts.allocated_bytes)
     segment.sealed |= segment.name.writer in dead and segment.name.writer != store.writer  # who goes on for it begins new ones
-    try:
-        with store.files.held(segment):
-            pass  # opening it checks its header
-    except ExtentCorrupt as error:
-        _drop(store, segment, error, unlink=segment.settled)
+    if isinstance(seen.error, ExtentCorrupt):
+        _drop(store, segment, seen.error, unlink=segment.settled)
         return []
+    if seen.error is not None:
+        raise seen.error
     if segment.name.writer in dead:
         _cut(store, segment, facts)
+    if segment.end <= facts.size:
+        return []
     return [books.id_of(row) for at, row in segment.rows.items() if at + books.place(row)[2] > facts.size]
 
 

@@ -10,222 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from headstart.errors import ExtentCorrupt
-from headstart.policy.eviction import Worth, choose_victims, most_of_descendants, worth_of
-from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import CONDEMNED, ROW_MASK, Segment
+from headstart.tier.disk.books import CONDEMNED, Segment
 from headstart.tier.disk.door import Handle
-from headstart.tier.disk.records import PREFIX_BYTES, ExtentName, removed_records
+from headstart.tier.disk.records import ExtentName, removed_records
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
 QUARANTINE = "corrupt"
-_SHARE = 64  # such a part of the capacity is freed at once: a full cache does not choose anew for every extent
-_REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
-_BATCH = 64  # extents removed at once: what a lookup may have to wait for
-EXPIRE_INTERVAL_S = 10.0
-PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
-_PART = 4096  # parents looked up at once, for the same reason
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _NO_FILE = Handle(-1)
-
-
-def evict(store: Store, needed_bytes: int, reason: str) -> bool:
-    """Free at least so many bytes, the least worthy first. False where what may not go leaves too little, or where the medium
-    gives nothing back."""
-    start = store.allocated_bytes
-    give_back_waiting(store)
-    give_back_empty(store)
-    trim_tenants(store)
-    refused: set[ExtentId] = set()  # leased by other processes
-    while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
-        by_segment, before = not store.holes, store.allocated_bytes
-        candidates = weigh(store, refused)
-        chosen = _by_segment(store, candidates, missing) if by_segment else _by_extent(store, candidates, missing)
-        if chosen is None:
-            return False
-        gone = remove_chosen(store, candidates, chosen, reason=reason, refused=refused)
-        if by_segment and gone == len(chosen) and store.allocated_bytes >= before:
-            # Files cannot be removed either: going on would lose everything and gain nothing.
-            store.pause("space that was given back is still charged")
-            return False
-    return True
-
-
-def trim_tenants(store: Store) -> None:
-    """Bring tenants down to their quotas, which may have been lowered since: others' extents shall not go for theirs."""
-    with store.lock:
-        tenants = list(store.books.bytes_by_tenant())
-    for tenant in tenants:
-        keep_within_quota(store, tenant, 0)
-
-
-def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
-    """Remove what a tenant has, the least worthy first, until `nbytes` more are within its quota. False, and nothing is
-    removed, where what may go of it is not enough."""
-    quota = store.retention.quota_bytes(tenant, capacity_bytes=store.capacity_bytes)
-    if quota is None:
-        return True
-    refused: set[ExtentId] = set()
-    while True:
-        with store.lock:
-            over = store.books.bytes_by_tenant().get(tenant, 0) + nbytes - quota
-        if over <= 0:
-            return True
-        if nbytes > quota:
-            return False
-        candidates = weigh(store, refused, tenant=tenant)
-        chosen = choose_victims(
-            worth=candidates.worth, nbytes=candidates.nbytes, needed_bytes=over, wanted_bytes=quota // _SHARE
-        )
-        if candidates.nbytes[chosen].sum() < over:
-            return False
-        remove_chosen(store, candidates, chosen, reason="quota", refused=refused)
-
-
-def expire(store: Store) -> bool:
-    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more. Looks at
-    all of them, so it does that now and then only."""
-    if store.clock() < store.promises.expire_due:
-        return False
-    with store.lock:
-        due = store.books.expired(store.now_ms())[:_BATCH]
-    removed = remove(store, due, reason="expired")
-    store.counters.add("evicted_expired", len(removed))
-    more = len(removed) == _BATCH
-    store.promises.expire_due = store.clock() + (0 if more else EXPIRE_INTERVAL_S)
-    return more
-
-
-@dataclass(frozen=True, slots=True)
-class _Weighed:
-    """Living extents, or a tenant's, and what they are worth."""
-
-    ids: npt.NDArray[np.int64]
-    segments: npt.NDArray[np.int32]
-    nbytes: npt.NDArray[np.int64]
-    worth: Worth
-
-
-def weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) -> _Weighed:
-    """Weigh what is alive; `refused` may not go. With `tenant` none but its own may, and none that another's continue. The
-    lock is held for a copy and for a part of the parents at a time: the rest takes long."""
-    now_ms, books = store.now_ms(), store.books
-    with store.lock:
-        candidates = books.candidates(now_ms)
-        pinned_bytes = books.pinned_bytes(now_ms)
-    held = candidates.leased | np.isin(candidates.ids, np.array(sorted(refused), np.int64))
-    # Pins that take more than they may, as after the capacity was lowered, only go last.
-    pinned = candidates.pinned
-    if pinned_bytes <= store.capacity_bytes // PINNED_SHARE:
-        held |= pinned
-    promised_ms = np.where(pinned, FOREVER_MS, candidates.promised_ms)
-    parents = np.full(len(candidates.ids), -1, np.int64)
-    for first in range(0, len(parents), _PART):
-        with store.lock:
-            parents[first : first + _PART] = books.parents(candidates.ids[first : first + _PART])
-    # Rows to places among the candidates; what came or went meanwhile is not among them.
-    rows = candidates.ids & ROW_MASK
-    place = np.full(max(int(rows.max(initial=-1)), int(parents.max(initial=-1))) + 1, -1, np.int64)
-    place[rows] = np.arange(len(rows))
-    parents = np.where(parents >= 0, place[parents], -1)
-    if tenant is not None:
-        foreign = (candidates.tenants != books.tenant_number(tenant)).astype(np.int64)
-        most_of_descendants([foreign], parents)
-        held |= foreign != 0
-    worth = worth_of(last_used=candidates.last_used, promised_ms=promised_ms, held=held, parents=parents, now_ms=now_ms)
-    return _Weighed(candidates.ids, candidates.segments, candidates.nbytes, worth)
-
-
-def _by_extent(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
-    """Return what to remove, None where everything that may go is not enough."""
-    wanted = store.capacity_bytes // _SHARE
-    chosen = choose_victims(worth=weighed.worth, nbytes=weighed.nbytes, needed_bytes=needed_bytes, wanted_bytes=wanted)
-    return chosen if weighed.nbytes[chosen].sum() >= needed_bytes else None
-
-
-def _by_segment(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
-    """The same where no holes can be made: space comes back segment by segment, each worth as much as what is best in it."""
-    numbers, member = np.unique(weighed.segments, return_inverse=True)
-    worth = weighed.worth.of_groups(member, len(numbers))
-    files = [store.books.numbered(int(number)) for number in numbers]
-    waiting = {segment.number for segment, _, _ in store.waiting}
-    stays = np.array([not segment.settled or segment.number in waiting for segment in files], np.bool_)
-    charged = np.array([segment.allocated_bytes for segment in files], np.int64)
-    worth = replace(worth, held=worth.held | stays)
-    chosen = choose_victims(worth=worth, nbytes=charged, needed_bytes=needed_bytes)
-    return np.flatnonzero(np.isin(member, chosen)) if charged[chosen].sum() >= needed_bytes else None
-
-
-def remove_chosen(
-    store: Store, weighed: _Weighed, chosen: npt.NDArray[np.int64], *, reason: str, refused: set[ExtentId]
-) -> int:
-    """Remove victims in their order; what another process leases is added to `refused`. Says which promises were broken.
-    Returns how many went."""
-    promised = chosen[weighed.worth.promised_ms[chosen] > store.now_ms()]
-    broken = dict(zip(weighed.ids[promised].tolist(), weighed.nbytes[promised].tolist(), strict=True))
-    victims = [ExtentId(extent) for extent in weighed.ids[chosen].tolist()]
-    by_segment, gone = not store.holes, 0
-    for batch in _batches(store, victims):
-        removed = remove(store, batch, reason=reason)
-        gone += len(removed)
-        refused.update(set(batch).difference(removed))
-        store.promises.broken([broken[extent] for extent in removed if extent in broken])
-        if not (by_segment or store.holes):  # a hole could not be made: from now on by segments
-            break
-    store.counters.add(f"evicted_{reason}", gone)
-    return gone
-
-
-def _batches(store: Store, extents: Sequence[ExtentId]) -> Iterator[list[ExtentId]]:
-    """Yield extents in parts whose removal fits into what the journal has reserved: a full cache has nothing else for it."""
-    batch: list[ExtentId] = []
-    nbytes = 0
-    for extent in extents:
-        with store.lock:
-            row = store.books.row(extent)
-            blocks = 0 if row is None else len(store.books.prefixes(row)) // PREFIX_BYTES
-        size = _REMOVAL_BYTES + blocks * PREFIX_BYTES
-        if batch and (len(batch) == _BATCH or nbytes + size > store.upkeep.journal.room_bytes):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(extent)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def drop_files(store: Store, needed_bytes: int) -> None:
-    """Remove whole segment files, least recently used first, until so many bytes are free: the way to make room without a byte
-    for the journal. What was in a file that is gone is gone, whatever journals say."""
-    start = store.allocated_bytes
-    with store.lock:
-        books, now_ms = store.books, store.now_ms()
-        used = [
-            (max((books.last_used(row) for row in segment.rows.values()), default=0), segment.number, segment)
-            for segment in books.segments.values()
-            if segment.opened and segment.settled and not segment.gone
-            if not any(books.leases(row) or books.is_pinned(row, now_ms) for row in segment.rows.values())
-        ]
-    for _, _, segment in sorted(used):
-        if start - store.allocated_bytes >= needed_bytes:
-            return
-        with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
-            if handle is not None:
-                store.counters.add("evicted_capacity", len(segment.rows))
-                with contextlib.suppress(OSError):
-                    store.disk.truncate(handle, 0)  # as `_empty` does
-                unlink(store, segment)  # whoever appends to it finds it gone, and begins another
 
 
 def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[ExtentId]:
@@ -245,8 +45,11 @@ def remove(store: Store, extents: Iterable[ExtentId], *, reason: str) -> list[Ex
             if not books.leases(row):
                 books.set_leases(row, CONDEMNED)
                 free.append(extent)
-    locks = {extent: handle for extent in free if (handle := _lock_bytes(store, *places[extent])) is not None}
+    locks: dict[ExtentId, Handle] = {}
     try:
+        for extent in free:
+            if (handle := _lock_bytes(store, *places[extent])) is not None:
+                locks[extent] = handle
         going = list(places if corrupt else locks)
         records = removed_records(store.now_ms(), reason, [names[extent] for extent in going], quarantined=corrupt)
         try:
@@ -426,6 +229,7 @@ def measure(store: Store, segment: Segment) -> None:
             most = segment.capacity_bytes or store.capacity_bytes // 4
             with store.lock:
                 store.books.charge(segment, max(segment.allocated_bytes, most))
+        segment.stale = True
     else:
         with store.lock:
             store.books.charge(segment, facts.allocated_bytes)

@@ -28,13 +28,15 @@ from headstart.tier.disk.books import Books, Segment
 from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
+from headstart.tier.disk.durable import sync_found
+from headstart.tier.disk.evicting import evict
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
-from headstart.tier.disk.pause import FULL, LOST, Pause, told
+from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, told
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
-from headstart.tier.disk.removal import QUARANTINE, evict, give_back_waiting, measure, remove, unlink
+from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, remove, unlink
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
@@ -62,7 +64,9 @@ class Store:
         wall_clock: Callable[[], float],
         counters: Counters,
         retention: Retention,
+        only_read: str = "",
     ) -> None:
+        """`only_read`: why nothing may be changed here, "" where it may."""
         self.disk = disk
         self.directory = directory
         self.books = books
@@ -76,6 +80,7 @@ class Store:
         self.marker = marker
         self.opening = True  # until then nobody follows what others do: all is measured each time
         self.follow: Callable[[], bool] = lambda: True  # takes over what other processes did; False where it could not
+        self.sync_others: Callable[[], bool] = lambda: True
         self.other_journals_bytes = 0
         self.remains_bytes = 4096  # of the marker, and of what others left behind and the next opening removes
         self.folders: dict[Path, int] = {}  # what each is charged
@@ -84,6 +89,7 @@ class Store:
         self.sync = sync
         self.clock = clock
         self.retention = retention
+        self.whole_bytes: int | None = None  # what the tier may hold that this directory is a part of
         self._time = SteadyClock(clock, wall_clock)
         self._turn = Lock()
         self._process = os.getpid()
@@ -91,6 +97,9 @@ class Store:
         self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
         self.pauses = Pause(directory.root, clock)
+        self.only_read = bool(only_read)
+        if only_read:
+            self.pauses.begin_for_good(only_read)
         self.upkeep = Upkeep(self, journal, reserve_bytes=reserve_bytes, sync=sync)
         self.promises = Promises(self)
         self._closed = False
@@ -113,20 +122,23 @@ class Store:
             with self.charging() as alone:
                 if not alone:
                     return self.refused("stopped")
-                if self._present(representation, keys):  # written while this one waited
+                # Written while this one waited, or by somebody who does not sync.
+                if self._present(representation, keys) and (not self.sync or sync_found(self, representation.digest, keys)):
                     return WriteOutcome(stored=True, reason="present")
                 outcome = add_extent(self, image, representation, added)
                 if outcome.stored:
                     self.upkeep.tidy()
                 return outcome
 
-        if self._present(representation, keys):
+        if not self.sync and self._present(representation, keys):
             return WriteOutcome(stored=True, reason="present")
         if self.stopped:
             return self.refused("stopped")
         with self.turn() as mine:
             if not mine:
                 return self.refused("stopped")
+            if self.pauses.why:
+                self.files.close_idle()  # what is open may be of a device that went; what is there now is found by its name
             try:
                 return add_once()
             except OSError as error:
@@ -143,13 +155,13 @@ class Store:
         return self.marker.hold(charging=False)
 
     @contextmanager
-    def charging(self, *, wait_s: float = ALONE_S) -> Iterator[bool]:
+    def charging(self, *, wait_s: float | None = None) -> Iterator[bool]:
         """Be the only process that makes the file system charge more for the directory, and know what it charges now. False:
         another process was too long about it, or what it did could not be followed. Raises OSError."""
-        outermost = not self.marker.held
+        outermost, wait_s = not self.marker.held, ALONE_S if wait_s is None else wait_s
         with self.marker.hold(charging=True, wait_s=wait_s) as alone:
             if not alone and wait_s:
-                self.pause(f"another process has been writing for {wait_s:.0f} s")
+                self.pauses.begin(f"another process has been writing for {wait_s:.0f} s", for_s=BUSY_S)
             if alone and outermost:
                 alone = self.follow()
                 if alone and (self.marker.unsure or self.opening):
@@ -313,7 +325,7 @@ class Store:
             yield False
             return
         try:
-            yield not self._closed and not self.forked
+            yield not (self._closed or self.forked or self.only_read)
         finally:
             self._turn.release()
 
@@ -354,6 +366,7 @@ class Store:
             if not mine:
                 return
             try:
+                self.files.close_idle()
                 if self.upkeep.journal.lost:
                     self._recreate()
                 with self.charging(wait_s=0) as alone:
@@ -376,6 +389,8 @@ class Store:
             if error.errno in LOST:
                 self._recreate()
                 return True
+            if error.errno in SHORT:
+                return self.files.close_idle()
         except (OSError, StoreError):
             self.counters.add("mend_failed")
         return False
@@ -398,6 +413,8 @@ class Store:
         """Store nothing for a while: the medium refuses."""
         log.info("disk tier %s: %s", self.directory.root, error)
         self.pause(told(error))
+        if error.errno in GONE:
+            self.upkeep.journal.broken = True  # it may be of a device that went; what is there now has another
         code = errno.errorcode.get(error.errno or 0, "other").lower()
         self.counters.add(f"write_failed_{code}")
         return WriteOutcome(stored=False, reason="full" if error.errno in FULL else "error")

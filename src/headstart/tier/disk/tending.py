@@ -8,8 +8,9 @@ from threading import Lock
 from headstart.errors import StoreError
 from headstart.tier.disk.charges import give_back
 from headstart.tier.disk.doubles import Doubles
+from headstart.tier.disk.evicting import expire
 from headstart.tier.disk.joining import Joiner, Reader
-from headstart.tier.disk.removal import expire, give_back_empty, give_back_waiting
+from headstart.tier.disk.removal import give_back_empty, give_back_waiting
 from headstart.tier.disk.store import Store
 
 

@@ -6,10 +6,9 @@ directory did meanwhile. Verification is not: bytes are handed out as they lie, 
 
 from __future__ import annotations
 
-import errno
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -18,8 +17,7 @@ import numpy as np
 
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
-from headstart.block.whole import aligned
-from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
+from headstart.errors import ExtentCorrupt, HeadstartError, StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import (
@@ -34,12 +32,14 @@ from headstart.tier.base import (
     TierStatistics,
     WriteOutcome,
 )
-from headstart.tier.disk.books import Removal, Segment
-from headstart.tier.disk.check import check_store
+from headstart.tier.disk.books import Removal
+from headstart.tier.disk.check import check_files, check_store
 from headstart.tier.disk.directory import Directory, unavailable
-from headstart.tier.disk.door import ALIGNMENT, Disk, Handle, RealDisk
+from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.follow import Others
-from headstart.tier.disk.pause import FULL, LOST
+from headstart.tier.disk.only_read import open_to_read
+from headstart.tier.disk.pause import FULL, ONLY_READABLE
+from headstart.tier.disk.reading import Reading
 from headstart.tier.disk.records import (
     BOUNDARY_STATE,
     PREFIX_BYTES,
@@ -59,19 +59,10 @@ from headstart.tier.disk.tending import Tending
 DAY_MS = 86_400_000
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05
-FOLLOW_S = 1.0  # how long a lease or a write waits for its look at what other processes did
+_SCAN_ROWS = 2048  # some milliseconds
+FOLLOW_S = 1.0  # how long a lease waits for its look at what other processes did
+CHANGE_FOLLOW_S = 5.0  # and a change: where the disk is slow, too, something must get stored
 _UNPLACED = ExtentName(SegmentName(b"", 0), 0)
-
-
-@dataclass(slots=True)
-class _Held:
-    """An extent under `count` leases: its bytes are locked in the file, which is kept open. The extent may be gone by now."""
-
-    segment: Segment
-    offset: int
-    nbytes: int
-    handle: Handle
-    count: int = 0
 
 
 class DiskTier:
@@ -89,10 +80,10 @@ class DiskTier:
         self._closed = False
         self._refreshing = Lock()  # one thread follows the other journals at a time
         self._look_due = clock() + REFRESH_INTERVAL_S
-        self._leasing = Lock()  # first and last lease of an extent, so that its lock in the file is there when the count is
-        self._held: dict[ExtentId, _Held] = {}
+        self._reading = Reading(store, follow=lambda: self._follow(wait_s=FOLLOW_S))
         self._tending = Tending(store, self)
-        store.follow = lambda: self._follow(wait_s=FOLLOW_S)
+        store.follow = lambda: self._follow(wait_s=CHANGE_FOLLOW_S)
+        store.sync_others = self._sync_others
 
     @classmethod
     def open(
@@ -108,13 +99,15 @@ class DiskTier:
         retention: Retention | None = None,
     ) -> DiskTier:
         """Open or create a cache directory and find again what it holds. Nothing is stored that would leave less than
-        `min_free_bytes` to others on its file system. Raises FormatMismatch, TierUnavailable."""
+        `min_free_bytes` to others on its file system, and nothing at all where there is a cache that may only be read. Raises
+        FormatMismatch, TierUnavailable."""
         if capacity_bytes < MIN_CAPACITY_BYTES:
             raise ValueError(f"a disk tier of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
         disk = RealDisk() if disk is None else disk
-        place = Directory(disk, directory)
-        place.prepare()
+        place, counters = Directory(disk, directory), Counters()
+        retention = Retention() if retention is None else retention
         try:
+            place.prepare()
             direct = _probe(disk, place)
             store, others = recover(
                 disk,
@@ -124,11 +117,27 @@ class DiskTier:
                 sync=durability == "data",
                 clock=clock,
                 wall_clock=wall_clock,
-                counters=Counters(),
-                retention=Retention() if retention is None else retention,
+                counters=counters,
+                retention=retention,
             )
-        except OSError as error:
-            raise unavailable(directory, error) from error
+        except (OSError, TierUnavailable) as error:
+            refused = unavailable(directory, error) if isinstance(error, OSError) else error
+            if refused.facts.get("errno") not in ONLY_READABLE:
+                raise refused from error
+            try:
+                store, others = open_to_read(
+                    disk,
+                    place,
+                    why=os.strerror(refused.errno),
+                    capacity_bytes=capacity_bytes,
+                    clock=clock,
+                    wall_clock=wall_clock,
+                    counters=counters,
+                    retention=retention,
+                )
+            except (OSError, HeadstartError):  # there is none, or it may not be read either
+                raise refused from error
+            return cls(store, others, bypasses_page_cache=False, clock=clock)
         except StoreError as error:
             message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
             raise TierUnavailable(message, tier=cls.name, path=directory) from error
@@ -161,59 +170,22 @@ class DiskTier:
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
-        if self._store.forked:  # locks are the parent's
-            return [False] * len(extents)
-        leased = [self._lease(extent) for extent in extents]
-        if any(leased):
-            # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
-            followed = self._follow(wait_s=FOLLOW_S)
-            with self._store.lock:
-                alive = [followed and self._store.books.row(extent) is not None for extent in extents]
-            self.release([extent for extent, ok, here in zip(extents, leased, alive, strict=True) if ok and not here])
-            leased = [ok and here for ok, here in zip(leased, alive, strict=True)]
-        return leased
+        return self._reading.lease(extents)
 
     def release(self, extents: Sequence[ExtentId]) -> None:
-        for extent in extents:
-            with self._leasing:
-                held = self._release(extent)
-            if held is not None:
-                self._store.files.let_go(held.segment)
+        self._reading.release(extents)
 
     def read(self, reads: Sequence[ReadRange]) -> int:
         self._require_open()
-        total = sum(self._read(read) for read in reads)
-        self._counters.add("bytes_read", total)
-        return total
+        return self._reading.read(reads)
 
     def raw(self, extent: ExtentId) -> RawExtent | None:
-        store = self._store
-        if self._closed or not isinstance(store.disk, RealDisk):
-            return None
-        with store.lock:
-            row = store.books.row(extent)
-            if row is None:
-                return None
-            segment, offset, extent_bytes = store.books.place(row)
-            header_bytes, blocks = store.books.shape(row)
-        try:
-            handle = store.files.hold(segment)
-        except (StoreError, OSError):
-            return None  # `read` meets it too, counts it and draws the consequences
-        descriptor = store.disk.direct_descriptor(handle)
-        if descriptor is None:
-            store.files.let_go(segment)
-            return None
-        return RawExtent(extent, descriptor, offset, extent_bytes, header_bytes, blocks, segment)
+        return None if self._closed else self._reading.raw(extent)
 
     def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
-        assert isinstance(raw.file, Segment)
-        self._store.files.let_go(raw.file)
-        self._counters.add("bytes_read", bytes_read)
+        self._reading.let_go_raw(raw, bytes_read=bytes_read)
 
-    def write(
-        self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS, position: int = 0
-    ) -> WriteOutcome:
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
         _require_short(terms.retention)
         _require_short(terms.tenant)
@@ -244,11 +216,13 @@ class DiskTier:
         outcome = self._store.add(image, representation, added, keys=header.keys)
         if outcome.stored:
             there = self.locate(representation.digest, header.keys).extents
-            self._store.promises.keep([ExtentId(extent) for extent in np.unique(there).tolist()], terms)
+            self.keep([ExtentId(extent) for extent in np.unique(there).tolist()], terms)
         return outcome
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
+        if self._store.only_read:
+            return
         self._store.touch(extents)
         self._tending.joiner.note_use(extents)
 
@@ -267,9 +241,10 @@ class DiskTier:
             encoded = self._store.books.representations.get(digest)
         return None if encoded is None else Representation.decode(encoded)
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Keep to another capacity from now on."""
-        self._store.capacity_bytes = capacity_bytes
+    def resize(self, capacity_bytes: int, *, whole_bytes: int | None = None) -> None:
+        """Keep to another capacity from now on. `whole_bytes`: what the tier may hold that this directory is a part of; quotas
+        are meant of all of it."""
+        self._store.capacity_bytes, self._store.whole_bytes = capacity_bytes, whole_bytes
         self._store.make_room()
 
     @property
@@ -284,7 +259,8 @@ class DiskTier:
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
         self._require_open()
         _require_short(terms.retention)
-        self._store.promises.keep(extents, terms)
+        if not self._store.only_read:
+            self._store.promises.keep(extents, terms)
 
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
         self._require_open()
@@ -321,11 +297,15 @@ class DiskTier:
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()
-        with self._store.lock:
-            books = self._store.books
-            now_ms = self._store.now_ms()
-            found = books.infos(books.living(), now_ms=now_ms)
-        return iter(found)
+        books, found, low = self._store.books, list[ExtentInfo](), 0
+        while True:
+            with self._store.lock:  # not for all at once: a lookup would wait for it
+                living = books.living()
+                rows = living[np.searchsorted(living, low) :][:_SCAN_ROWS]
+                found += books.infos(rows, now_ms=self._store.now_ms())
+            if not len(rows):
+                return iter(found)
+            low = int(rows[-1]) + 1
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first: evicted is not the same as never written."""
@@ -352,6 +332,8 @@ class DiskTier:
     def check(self) -> list[Problem]:
         self._require_open()
         self.refresh()
+        if self._store.only_read:
+            return check_files(self._store)
         root = self._store.directory.root
         try:
             with self._store.turn() as mine, self._store.alone() as alone:  # nothing is added or evicted meanwhile
@@ -365,11 +347,7 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
-        with self._leasing:
-            for held in self._held.values():
-                self._unlock(held)
-                self._store.files.let_go(held.segment)
-            self._held.clear()
+        self._reading.close()
         self._store.close()
         self._tending.close()
         with self._refreshing:
@@ -381,152 +359,6 @@ class DiskTier:
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError(f"disk tier {self._store.directory.root} is closed", reason="closed", tier=self.name)
-
-    def _lease(self, extent: ExtentId) -> bool:
-        store = self._store
-        with store.lock:
-            row = store.books.row(extent)
-            if row is None or store.books.leases(row) < 0:
-                return False
-            segment, offset, nbytes = store.books.place(row)
-        handle = self._hold(segment)
-        if handle is None:
-            return False
-        with self._leasing:
-            held = self._held.get(extent)
-            first = held is None
-            if held is None:
-                held = _Held(segment, offset, nbytes, handle)
-            leased = self._count(extent, held.count + 1)
-            if leased and first:
-                leased = self._lock_range(handle, offset, nbytes)
-                if not leased:
-                    self._count(extent, 0)
-            if leased:
-                held.count += 1
-                self._held[extent] = held
-        if not (leased and first):
-            store.files.let_go(segment)
-        return leased
-
-    def _count(self, extent: ExtentId, leases: int) -> bool:
-        """Tell the books how many leases an extent has. False where it is gone or being removed."""
-        with self._store.lock:
-            row = self._store.books.row(extent)
-            if row is None or self._store.books.leases(row) < 0:
-                return False
-            self._store.books.set_leases(row, leases)
-            return True
-
-    def _hold(self, segment: Segment) -> Handle | None:
-        """Hold a segment's file. None, and its extents are forgotten, where it is gone or is not what it was."""
-        store = self._store
-        try:
-            with store.files.held(segment) as handle:
-                if store.disk.facts(handle).links:
-                    return store.files.hold(segment)
-            store.lost_segment(segment)  # it could still be read, but nobody would ever find it again
-        except ExtentCorrupt as error:
-            self._counters.add(f"read_failed_{error.reason}")
-            self._store.drop_segment(segment)
-        except OSError as error:
-            self._failed(error, segment)
-        return None
-
-    def _lock_range(self, handle: Handle, offset: int, nbytes: int) -> bool:
-        try:
-            return self._store.disk.lock_range(handle, offset, nbytes, exclusive=False)
-        except OSError:
-            self._counters.add("lock_failed")
-            return False
-
-    def _release(self, extent: ExtentId) -> _Held | None:
-        """Count one lease less; returns what the last one held."""
-        held = self._held.get(extent)
-        if held is None:
-            with self._store.lock:
-                alive = self._store.books.row(extent) is not None
-            if alive and not self._closed:
-                raise ValueError(f"disk tier: extent {extent} was released more often than leased")
-            return None
-        held.count -= 1
-        if held.count:
-            self._count(extent, held.count)
-            return None
-        # While it still counts as leased: the evictor of this process locks by the same handle, and would lose its lock here.
-        self._unlock(held)
-        del self._held[extent]
-        self._count(extent, 0)
-        return held
-
-    def _unlock(self, held: _Held) -> None:
-        if self._store.forked:
-            return
-        try:
-            self._store.disk.unlock_range(held.handle, held.offset, held.nbytes)
-        except OSError:
-            self._counters.add("lock_failed")
-
-    def _read(self, read: ReadRange) -> int:
-        store = self._store
-        with store.lock:
-            row = store.books.row(read.extent)
-            place = None if row is None else store.books.place(row)
-        if place is None:
-            self._counters.add("read_failed_gone")
-            raise StoreError("the extent was removed meanwhile", reason="gone", tier=self.name, extent=read.extent)
-        segment, offset, nbytes = place
-        wanted = sum(buffer.nbytes for buffer in read.buffers)
-        if read.offset < 0 or read.offset + wanted > nbytes:
-            raise StoreError(
-                f"disk tier: bytes {read.offset} to {read.offset + wanted} of an extent of {nbytes} were asked for",
-                reason="range",
-                tier=self.name,
-                extent=read.extent,
-            )
-        try:
-            with store.files.held(segment) as handle:
-                return store.disk.read(handle, read.buffers, offset + read.offset)
-        except ExtentCorrupt as error:
-            self._counters.add(f"read_failed_{error.reason}")
-            store.drop_segment(segment)
-            raise
-        except StoreError as error:
-            if error.facts.get("reason") != "short-read":
-                raise
-            self._counters.add("read_failed_short-read")
-            path = store.directory.segment_path(segment.name)
-            raise ExtentCorrupt(f"{path}: {error}", reason="short-read", tier=self.name, extent=read.extent) from error
-        except OSError as error:
-            self._failed(error, segment)
-            if error.errno == errno.EIO and self._is_bad_sector(segment, offset + read.offset, wanted):
-                path = store.directory.segment_path(segment.name)
-                message = f"{path}: bytes {offset + read.offset} and on cannot be read, what lies around them can"
-                raise ExtentCorrupt(message, reason="unreadable", tier=self.name, extent=read.extent) from error
-            raise
-
-    def _is_bad_sector(self, segment: Segment, offset: int, nbytes: int) -> bool:
-        """Whether a range cannot be read that could not be before, though the file's header can: the medium has lost the range,
-        and not gone away."""
-        store = self._store
-        memory = aligned(ALIGNMENT)
-        try:
-            with store.files.held(segment) as handle:
-                store.disk.read(handle, [memory], 0)
-                for at in range(offset, offset + nbytes, memory.nbytes):
-                    try:
-                        store.disk.read(handle, [memory[: min(memory.nbytes, offset + nbytes - at)]], at)
-                    except OSError as error:
-                        return error.errno == errno.EIO
-        except (OSError, StoreError):
-            return False
-        return False
-
-    def _failed(self, error: OSError, segment: Segment) -> None:
-        """Count a failed access; a file that is gone takes its extents along."""
-        self._counters.add(f"read_failed_{errno.errorcode.get(error.errno or 0, 'other').lower()}")
-        if error.errno in LOST:
-            self._store.lost_segment(segment)
 
     def _follow(self, *, wait_s: float = 0) -> bool:
         """Take over what other processes journalled up to now. False where that could not be read, or another thread was at
@@ -541,6 +373,16 @@ class DiskTier:
         except OSError:
             self._counters.add("refresh_failed")
             return False
+        finally:
+            self._refreshing.release()
+        return True
+
+    def _sync_others(self) -> bool:
+        """Sync the journals of other processes. False where another thread was at them for too long. Raises OSError."""
+        if not self._refreshing.acquire(timeout=FOLLOW_S):
+            return False
+        try:
+            self._others.sync()
         finally:
             self._refreshing.release()
         return True

@@ -9,15 +9,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from headstart.errors import StoreError
+from headstart.tier.disk.evicting import drop_files, evict
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.records import ExtentName, Record, Touched
-from headstart.tier.disk.removal import drop_files, evict, give_back_waiting
+from headstart.tier.disk.removal import give_back_waiting
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
 TOUCH_INTERVAL_S = 5.0
 VERIFY_INTERVAL_S = 10.0  # how often the own journal is read back: what is wrong in it, others cannot follow
+_VERIFY_SHARE = 1 / 100  # of the time at most: that of millions of extents has hundreds of megabytes
 RENEW_BYTES = 4 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 _USES_A_RECORD = 4096
 _BLOCK_BYTES = 4096
@@ -120,6 +122,8 @@ class Upkeep:
         """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""
         try:
             give_back_waiting(self._store)
+            with self._store.lock:
+                self._store.books.forget_long_gone()
             if (self._touched or self._store.promises.pending) and self.touches_due:
                 self.flush_touches()
             if self.journal.size >= self.renew_at:
@@ -131,12 +135,14 @@ class Upkeep:
 
     def verify(self) -> None:
         """Start the journal anew if it is not what was written, now and then: others read it, this process never does."""
-        if self._store.clock() < self._verify_due:
+        begun = self._store.clock()
+        if begun < self._verify_due:
             return
-        self._verify_due = self._store.clock() + VERIFY_INTERVAL_S
         if not self.journal.lost and not self.reads_back():
             self._store.counters.add("journal_damaged")
             self._renew(only_if_dead=False)
+        now = self._store.clock()
+        self._verify_due = now + max(VERIFY_INTERVAL_S, (now - begun) / _VERIFY_SHARE)
 
     def snapshot(self) -> list[Record]:
         parts, records = self._store.books.snapshot(self._store.now_ms()), list[Record]()

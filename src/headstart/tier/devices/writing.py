@@ -1,0 +1,116 @@
+"""Writing to a tier of several devices: each extent to one of them, the next best where that does not take it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Condition
+
+from headstart.block.extent import ExtentHeader, decode_header
+from headstart.block.representation import Representation
+from headstart.errors import StoreError
+from headstart.metrics import Counters
+from headstart.tier.base import ExtentId, Terms, WriteOutcome
+from headstart.tier.devices.asking import Asking
+from headstart.tier.devices.device import CHANGE_PATIENCE_S, Device
+from headstart.tier.devices.placer import Placer
+from headstart.tier.disk import DiskTier
+
+_ELSEWHERE = ("full", "stopped", "error")  # reasons for which another device may still take it
+
+
+class Writing:
+    """Safe from many threads."""
+
+    def __init__(self, asking: Asking, counters: Counters) -> None:
+        self._asking = asking
+        self._counters = counters
+        self._placer = Placer()
+        self._condition = Condition()
+        self._under_way: set[tuple[bytes, bytes, bytes]] = set()
+
+    def write(self, image: memoryview, representation: Representation, terms: Terms, *, limit_bytes: int) -> WriteOutcome:
+        header = decode_header(image, representation)
+        if image.nbytes > limit_bytes:
+            return self._refused("too-large")
+        return self._write(image, representation, header, terms, present_on=self._asking.devices)
+
+    def carry_over(self, image: memoryview, representation: Representation, terms: Terms) -> list[ExtentId]:
+        """Write an extent to a device that stays, unless its blocks are on such; return where they are, nothing if nobody
+        takes it. It may be longer than what is written otherwise: it was written when there were other devices."""
+        header = decode_header(image, representation)
+        staying = [device for device in self._asking.devices if device.state == "active"]
+        if not self._write(image, representation, header, terms, present_on=staying).stored:
+            return []
+        found = self._asking.locate(representation.digest, header.keys, staying).extents
+        return [ExtentId(one) for one in dict.fromkeys(found.tolist())] if (found >= 0).all() else []
+
+    def _write(
+        self,
+        image: memoryview,
+        representation: Representation,
+        header: ExtentHeader,
+        terms: Terms,
+        *,
+        present_on: Sequence[Device],
+    ) -> WriteOutcome:
+        with self._alone((representation.digest, header.keys[0], header.keys[-1])) as alone:
+            if not alone:
+                return self._refused("stopped")
+            if (self._asking.locate(representation.digest, header.keys, present_on).extents >= 0).all():
+                return WriteOutcome(stored=True, reason="present")
+            outcome = WriteOutcome(stored=False, reason="stopped")
+            for device in self._placer.choose(self._asking.devices, image.nbytes, parent=header.parent, last=header.keys[-1]):
+                outcome = self._write_to(device, image, representation, header.keys, terms)
+                if outcome.stored or outcome.reason not in _ELSEWHERE:
+                    break
+            return outcome
+
+    def _write_to(
+        self, device: Device, image: memoryview, representation: Representation, keys: Sequence[bytes], terms: Terms
+    ) -> WriteOutcome:
+        uses = self._asking.uses()
+
+        def write(tier: DiskTier) -> WriteOutcome:
+            tier.count_uses_from(uses)
+            with device.writing.busy() as done:
+                outcome = tier.write(image, representation, terms=terms)
+                done(image.nbytes if outcome.reason == "written" else 0)
+            return outcome
+
+        def undo(outcome: WriteOutcome) -> None:
+            # Its image was given to somebody else meanwhile, so what lies there may be anything (the checks would tell).
+            if outcome.reason == "written" and device.tier is not None:
+                found = device.tier.locate(representation.digest, keys).extents
+                with suppress(StoreError, OSError):
+                    device.tier.delete([ExtentId(one) for one in set(found.tolist()) if one >= 0], reason="corrupt")
+
+        try:
+            outcome = device.change(write, patience_s=CHANGE_PATIENCE_S, undo=undo)
+        except (StoreError, OSError) as error:
+            if isinstance(error, StoreError) and error.facts.get("reason") not in ("hangs", "gone", "closed"):
+                raise
+            self._counters.add("device_failed_write")
+            outcome = WriteOutcome(stored=False, reason="error")
+        if not outcome.stored and outcome.reason in ("stopped", "error"):
+            device.refuse()
+        return outcome
+
+    @contextmanager
+    def _alone(self, what: tuple[bytes, bytes, bytes]) -> Iterator[bool]:
+        """Be the only thread that writes this run: each device alone would store it once, but two could both."""
+        with self._condition:
+            alone = self._condition.wait_for(lambda: what not in self._under_way, CHANGE_PATIENCE_S)
+            if alone:
+                self._under_way.add(what)
+        try:
+            yield alone
+        finally:
+            if alone:
+                with self._condition:
+                    self._under_way.discard(what)
+                    self._condition.notify_all()
+
+    def _refused(self, reason: str) -> WriteOutcome:
+        self._counters.add(f"write_failed_{reason}")
+        return WriteOutcome(stored=False, reason=reason)

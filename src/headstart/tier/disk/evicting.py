@@ -1,0 +1,250 @@
+"""What goes when room is needed, when a tenant is over its quota, and when its time is over.
+
+`policy.eviction` decides, `removal` does it. Everything here is called in the store's turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.policy.eviction import Worth, choose_victims, most_of_descendants, worth_of
+from headstart.policy.retention import FOREVER_MS
+from headstart.tier.base import ExtentId
+from headstart.tier.disk.books import ROW_MASK, Segment
+from headstart.tier.disk.records import PREFIX_BYTES
+from headstart.tier.disk.removal import alone, give_back_empty, give_back_waiting, remove, unlink
+
+if TYPE_CHECKING:
+    from headstart.tier.disk.store import Store
+
+PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
+EXPIRE_INTERVAL_S = 10.0
+_EXPIRE_SHARE = 1 / 50  # of the time at most, where there are very many
+_SHARE = 64  # such a part of the capacity is freed at once: a full cache does not choose anew for every extent
+_REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
+_BATCH = 64  # extents removed at once: what a lookup may have to wait for
+_PART = 4096  # parents looked up at once, for the same reason
+
+
+def evict(store: Store, needed_bytes: int, reason: str) -> bool:
+    """Free at least so many bytes, the least worthy first. False where what may not go leaves too little, or where the medium
+    gives nothing back."""
+    start = store.allocated_bytes
+    give_back_waiting(store)
+    give_back_empty(store)
+    _trim_tenants(store)
+    refused: set[ExtentId] = set()  # leased by other processes
+    while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
+        by_segment, before = not store.holes, store.allocated_bytes
+        candidates = _weigh(store, refused)
+        chosen = _by_segment(store, candidates, missing) if by_segment else _by_extent(store, candidates, missing)
+        if chosen is None:
+            return False
+        gone = _remove_chosen(store, candidates, chosen, reason=reason, refused=refused)
+        if by_segment and gone == len(chosen) and store.allocated_bytes >= before:
+            # Files cannot be removed either: going on would lose everything and gain nothing.
+            store.pause("space that was given back is still charged")
+            return False
+    return True
+
+
+def _trim_tenants(store: Store) -> None:
+    """Bring tenants down to their quotas, which may have been lowered since: others' extents shall not go for theirs."""
+    with store.lock:
+        tenants = list(store.books.bytes_by_tenant())
+    for tenant in tenants:
+        keep_within_quota(store, tenant, 0)
+
+
+def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
+    """Remove what a tenant has, the least worthy first, until `nbytes` more are within its quota. False, and nothing is
+    removed, where what may go of it is not enough."""
+    quota = store.retention.quota_bytes(tenant, capacity_bytes=store.capacity_bytes, whole_bytes=store.whole_bytes)
+    if quota is None:
+        return True
+    refused: set[ExtentId] = set()
+    while True:
+        with store.lock:
+            over = store.books.bytes_by_tenant().get(tenant, 0) + nbytes - quota
+        if over <= 0:
+            return True
+        if nbytes > quota:
+            return False
+        candidates = _weigh(store, refused, tenant=tenant)
+        chosen = choose_victims(
+            worth=candidates.worth, nbytes=candidates.nbytes, needed_bytes=over, wanted_bytes=quota // _SHARE
+        )
+        if candidates.nbytes[chosen].sum() < over:
+            return False
+        _remove_chosen(store, candidates, chosen, reason="quota", refused=refused)
+
+
+def expire(store: Store) -> bool:
+    """Remove some of the extents that are older than their classes may grow, room or not; True while there are more. One that a
+    younger one continues stays as long as that: what is in it is in a younger prompt too. Looks at all of them, so it does that
+    now and then only."""
+    begun = store.clock()
+    if begun < store.promises.expire_due:
+        return False
+    with store.lock:
+        over = np.array(store.books.expired(store.now_ms()), np.int64)
+    removed = remove(store, _not_continued(store, over)[:_BATCH], reason="expired") if len(over) else []
+    store.counters.add("evicted_expired", len(removed))
+    more, now = len(removed) == _BATCH, store.clock()
+    store.promises.expire_due = now + (0 if more else max(EXPIRE_INTERVAL_S, (now - begun) / _EXPIRE_SHARE))
+    return more
+
+
+def _not_continued(store: Store, over: npt.NDArray[np.int64]) -> list[ExtentId]:
+    """Return those of extents that no other ones continue."""
+    with store.lock:
+        living = store.books.living_ids()
+    stays = (~np.isin(living, over)).astype(np.int64)
+    most_of_descendants([stays], _parents(store, living))
+    return [ExtentId(extent) for extent in living[stays == 0].tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """Living extents, or a tenant's, and what they are worth."""
+
+    ids: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int32]
+    nbytes: npt.NDArray[np.int64]
+    worth: Worth
+
+
+def _weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) -> _Weighed:
+    """Weigh what is alive; `refused` may not go. With `tenant` none but its own may, and none that another's continue. The
+    lock is held for a copy and for a part of the parents at a time: the rest takes long."""
+    now_ms, books = store.now_ms(), store.books
+    with store.lock:
+        candidates = books.candidates(now_ms)
+        pinned_bytes = books.pinned_bytes(now_ms)
+    held = candidates.leased | np.isin(candidates.ids, np.array(sorted(refused), np.int64))
+    # Pins that take more than they may, as after the capacity was lowered, only go last.
+    pinned = candidates.pinned
+    if pinned_bytes <= store.capacity_bytes // PINNED_SHARE:
+        held |= pinned
+    promised_ms = np.where(pinned, FOREVER_MS, candidates.promised_ms)
+    parents = _parents(store, candidates.ids)
+    if tenant is not None:
+        foreign = (candidates.tenants != books.tenant_number(tenant)).astype(np.int64)
+        most_of_descendants([foreign], parents)
+        held |= foreign != 0
+    worth = worth_of(last_used=candidates.last_used, promised_ms=promised_ms, held=held, parents=parents, now_ms=now_ms)
+    return _Weighed(candidates.ids, candidates.segments, candidates.nbytes, worth)
+
+
+def _parents(store: Store, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return for each extent the place among them of the one that it continues, or -1. The lock is held for some at a time."""
+    parents = np.full(len(ids), -1, np.int64)
+    for first in range(0, len(parents), _PART):
+        with store.lock:
+            parents[first : first + _PART] = store.books.parents(ids[first : first + _PART])
+    # From rows to places; what came or went meanwhile is not among them.
+    rows = ids & ROW_MASK
+    place = np.full(max(int(rows.max(initial=-1)), int(parents.max(initial=-1))) + 1, -1, np.int64)
+    place[rows] = np.arange(len(rows))
+    return np.where(parents >= 0, place[parents], -1)
+
+
+def _by_extent(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
+    """Return what to remove, None where everything that may go is not enough."""
+    wanted = store.capacity_bytes // _SHARE
+    chosen = choose_victims(worth=weighed.worth, nbytes=weighed.nbytes, needed_bytes=needed_bytes, wanted_bytes=wanted)
+    return chosen if weighed.nbytes[chosen].sum() >= needed_bytes else None
+
+
+def _by_segment(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
+    """The same where no holes can be made: space comes back segment by segment, each worth as much as what is best in it."""
+    files = _files_of(store, weighed)
+    chosen = choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=needed_bytes)
+    return np.flatnonzero(np.isin(files.member, chosen)) if files.charged[chosen].sum() >= needed_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files that weighed extents lie in, each worth as much as what is best in it; extent i lies in file `member[i]`."""
+
+    segments: list[Segment]
+    worth: Worth
+    charged: npt.NDArray[np.int64]
+    member: npt.NDArray[np.intp]
+
+
+def _files_of(store: Store, weighed: _Weighed) -> _Files:
+    numbers, member = np.unique(weighed.segments, return_inverse=True)
+    worth = weighed.worth.of_groups(member, len(numbers))
+    segments = [store.books.numbered(int(number)) for number in numbers]
+    waiting = {segment.number for segment, _, _ in store.waiting}
+    stays = np.array([not segment.settled or segment.number in waiting for segment in segments], np.bool_)
+    charged = np.array([segment.allocated_bytes for segment in segments], np.int64)
+    return _Files(segments, replace(worth, held=worth.held | stays), charged, member)
+
+
+def _remove_chosen(
+    store: Store, weighed: _Weighed, chosen: npt.NDArray[np.int64], *, reason: str, refused: set[ExtentId]
+) -> int:
+    """Remove victims in their order; what another process leases is added to `refused`. Says which promises were broken.
+    Returns how many went."""
+    promised = chosen[weighed.worth.promised_ms[chosen] > store.now_ms()]
+    broken = dict(zip(weighed.ids[promised].tolist(), weighed.nbytes[promised].tolist(), strict=True))
+    victims = [ExtentId(extent) for extent in weighed.ids[chosen].tolist()]
+    by_segment, gone = not store.holes, 0
+    for batch in _batches(store, victims):
+        removed = remove(store, batch, reason=reason)
+        gone += len(removed)
+        refused.update(set(batch).difference(removed))
+        store.promises.broken([broken[extent] for extent in removed if extent in broken])
+        if not (by_segment or store.holes):  # a hole could not be made: from now on by segments
+            break
+    store.counters.add(f"evicted_{reason}", gone)
+    return gone
+
+
+def _batches(store: Store, extents: Sequence[ExtentId]) -> Iterator[list[ExtentId]]:
+    """Yield extents in parts whose removal fits into what the journal has reserved: a full cache has nothing else for it."""
+    batch: list[ExtentId] = []
+    nbytes = 0
+    for extent in extents:
+        with store.lock:
+            row = store.books.row(extent)
+            blocks = 0 if row is None else len(store.books.prefixes(row)) // PREFIX_BYTES
+        size = _REMOVAL_BYTES + blocks * PREFIX_BYTES
+        if batch and (len(batch) == _BATCH or nbytes + size > store.upkeep.journal.room_bytes):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(extent)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def drop_files(store: Store, needed_bytes: int) -> None:
+    """Remove whole segment files, the least worthy first, until so many bytes are free: the way to make room without a byte
+    for the journal. What was in a file that is gone is gone, whatever journals say."""
+    start = store.allocated_bytes
+    give_back_empty(store)
+    weighed = _weigh(store, set())
+    files = _files_of(store, weighed)
+    promised = weighed.worth.promised_ms > store.now_ms()
+    for place in choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=1 + int(files.charged.sum())).tolist():
+        if start - store.allocated_bytes >= needed_bytes:
+            return
+        segment, inside = files.segments[place], files.member == place
+        with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
+            if handle is None:
+                continue
+            with contextlib.suppress(OSError):
+                store.disk.truncate(handle, 0)  # as `_empty` does
+            unlink(store, segment)  # whoever appends to it finds it gone, and begins another
+        if segment.gone:
+            store.counters.add("evicted_capacity", int(np.count_nonzero(inside)))
+            store.promises.broken(weighed.nbytes[inside & promised].tolist())

@@ -1,0 +1,182 @@
+"""The tables that the C reader works from: what each extent's header must say, where bytes lie, and where they go. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.block.extent import ExtentHeader, encode_header
+from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES
+from headstart.block.layout import ExtentLayout, HeaderSections, layout_of
+from headstart.block.representation import Representation
+from headstart.tier.arena import ALIGNMENT
+from headstart.tier.base import RawExtent
+from headstart.transfer import native
+from headstart.transfer.buffers import flat
+from headstart.transfer.load import KVView, Load
+from headstart.transfer.plan import Head, Request, expected_layout, read_with_head, requests
+
+Table = npt.NDArray[np.void]
+
+_CLASS = "default"  # a class whose name is padded to another length is left to Python
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How an extent is read if it is what its tier says. `together`: pieces of layer 0 that come with the header."""
+
+    layout: ExtentLayout
+    together: int
+    requests: tuple[Request, ...]
+    model: Model
+
+
+@lru_cache(maxsize=256)
+def plan_of(representation: Representation, blocks: int, header_bytes: int, first: int, wanted: int) -> Plan:
+    """Return how `wanted` pieces from `first` on are read of an extent; the same object for the same extent lengths."""
+    layout = expected_layout(representation, blocks, header_bytes)
+    together = read_with_head(representation, header_bytes=header_bytes, first=first, wanted=wanted)
+    planned = requests(layout, first=first, pieces=wanted, done=together)
+    return Plan(layout, together, planned, _model(representation, blocks, header_bytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """A header of an extent of that length, of other blocks. None: the extent cannot have a header of that length."""
+
+    header: npt.NDArray[np.uint8] | None
+    sections: HeaderSections
+
+
+def _model(representation: Representation, blocks: int, header_bytes: int) -> Model:
+    layout = expected_layout(representation, blocks, header_bytes)
+    pieces = layout.pieces
+    sections = HeaderSections.of(
+        retention_bytes=len(_CLASS), layers=representation.layers, blocks=blocks, pieces=pieces, varies=False, extras_bytes=0
+    )
+    if header_bytes < layout_of(representation, blocks).header_bytes:
+        return Model(None, sections)
+    header = ExtentHeader(
+        representation=representation.digest,
+        parent=bytes(KEY_BYTES),
+        keys=(bytes(KEY_BYTES),) * blocks,
+        tokens=np.zeros(blocks * BLOCK_TOKENS, np.uint32),
+        checks=np.zeros((representation.layers, pieces, 16), np.uint8),
+        retention=_CLASS,
+    )
+    model = bytearray(encode_header(header, representation))
+    struct.pack_into("<I", model, 12, header_bytes)  # longer where there are extras, which move what follows
+    struct.pack_into("<Q", model, 40, layout.extent_bytes)
+    struct.pack_into("<Q", model, 64, layout.state_offset)
+    struct.pack_into(f"<{representation.layers}Q", model, sections.layer_table, *layout.layer_offsets)
+    return Model(np.frombuffer(bytes(model), np.uint8), sections)
+
+
+def expected(heads: Sequence[Head], plans: Sequence[Plan]) -> Table:
+    """Return what each extent's header must say. The models that it points to live as long as the plans."""
+    table = np.zeros(len(heads), native.EXTENT)
+    for plan, numbers in _alike(plans):
+        at = plan.model.sections
+        rows = np.zeros(len(numbers), native.EXTENT)
+        rows["model"] = 0 if plan.model.header is None else _address(plan.model.header)
+        rows["layer_table"], rows["keys"], rows["tokens"], rows["checks"] = at.layer_table, at.keys, at.tokens, at.checks
+        rows["pieces"], rows["first"] = plan.layout.pieces, heads[numbers[0]].span.first
+        rows["wanted"], rows["start"] = heads[numbers[0]].span.pieces, [heads[number].span.start for number in numbers]
+        table[numbers] = rows
+    return table
+
+
+def _alike(plans: Sequence[Plan]) -> list[tuple[Plan, list[int]]]:
+    """Return each plan with the numbers of the extents that have it: they differ only in where they start."""
+    alike: dict[int, tuple[Plan, list[int]]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(id(plan), (plan, []))[1].append(number)
+    return list(alike.values())
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def destination_of(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np.uint8]]] | None:
+    """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
+    layers = []
+    memory = []
+    for layer, nbytes in enumerate(load.representation.layer_bytes):
+        assert nbytes is not None
+        buffers = flat(into.buffers(layer, 0, [nbytes] * load.pieces))
+        if not isinstance(buffers, np.ndarray):
+            if len(buffers) != 1:
+                return None
+            buffers = np.frombuffer(buffers[0], np.uint8)
+        if buffers.nbytes != load.pieces * nbytes or buffers.dtype != np.uint8 or not buffers.flags.writeable:
+            return None
+        if buffers.ndim == 1:
+            buffers = buffers.reshape(load.pieces, nbytes)
+        if buffers.ndim == 2:
+            buffers = buffers[:, np.newaxis]
+        if buffers.ndim != 3 or buffers.shape[0] != load.pieces or (buffers.strides[2] != 1 and buffers.shape[2] > 1):
+            return None
+        address, (_, rows, row_bytes) = _address(buffers), buffers.shape
+        strides = buffers.strides[0], buffers.strides[1] if rows > 1 else row_bytes
+        direct = not any(number % ALIGNMENT for number in (address, *strides, row_bytes))
+        layers.append((address, nbytes, strides[0], rows, row_bytes, strides[1], direct))
+        memory.append(buffers)
+    return np.array(layers, native.LAYER), memory
+
+
+def lay_out(heads: Sequence[Head], raws: Sequence[RawExtent], plans: Sequence[Plan]) -> tuple[Table, Table, list[int]]:
+    """Return the requests, heads first, then layer after layer, each from the head of the prompt on; their parts; and which of
+    its extent's requests each of them is, -1 for a head.
+
+    Extents of one plan differ only in where they start, so that each plan is laid out once, and then moved."""
+    all_parts, all_requests, turns, which = [], [], [], []
+    parts_before = 0
+    for plan, numbers in _alike(plans):
+        head = heads[numbers[0]]
+        first = head.span.first
+        asked = [Request(range(bool(plan.together)), 0, plan.together), *plan.requests]
+        parts = [
+            (plan.layout.piece_range(layer, first + request.first, request.count)[0], layer, request.first, request.count, 0)
+            for request in asked
+            for layer in request.layers
+        ]
+        counts = np.array([len(request.layers) for request in asked])
+        moved_parts = np.tile(np.array(parts, native.PART), (len(numbers), 1))
+        moved = np.zeros((len(numbers), len(asked)), native.REQUEST)
+        starts = np.array([heads[number].span.start for number in numbers])[:, None]
+        offsets = np.array([raws[number].offset for number in numbers])[:, None]
+        moved_parts["offset"] += offsets
+        moved_parts["start"] += starts
+        moved["descriptor"] = np.array([raws[number].descriptor for number in numbers])[:, None]
+        moved["extent"] = np.array(numbers)[:, None]
+        moved["start"] = starts + [request.first for request in asked]
+        moved["pieces"] = [max(1, request.count) for request in asked]
+        moved["parts"] = counts
+        moved["first_part"] = np.cumsum(counts) - counts + parts_before + len(parts) * np.arange(len(numbers))[:, None]
+        moved["head_bytes"][:, 0] = plan.layout.header_bytes
+        at = np.array([part[0] for part in parts])[np.minimum(np.cumsum(counts) - counts, len(parts) - 1)]
+        moved["offset"] = offsets + at
+        moved["offset"][:, 0] = offsets[:, 0]
+        parts_before += moved_parts.size
+        all_parts.append(moved_parts.ravel())
+        all_requests.append(moved.ravel())
+        turns.append(np.tile([-1, *(request.layers.start for request in plan.requests)], len(numbers)))
+        which.append(np.tile(np.arange(len(asked)) - 1, len(numbers)))
+    table = np.concatenate(all_requests)
+    order = np.lexsort((table["start"], np.concatenate(turns)))
+    return table[order], np.concatenate(all_parts), np.concatenate(which)[order].tolist()
+
+
+def staging_bytes(layers: Table, parts: Table, table: Table) -> int:
+    """Return how much a request may need that does not go straight into its destination."""
+    last = parts[np.maximum(0, table["first_part"] + table["parts"] - 1)]
+    ends = last["offset"] + last["pieces"] * layers["piece_bytes"][last["layer"]]
+    ends = np.where(table["parts"] > 0, ends, table["offset"] + table["head_bytes"])
+    return int((ends - table["offset"]).max()) + 2 * ALIGNMENT
