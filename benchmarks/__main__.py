@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import devices, harness, hit, index, joining, overhead, store, trace, write
+from benchmarks import attention, devices, harness, hit, index, joining, overhead, store, trace, write
 
 BENCHMARKS = {
+    "attention": attention,
     "devices": devices,
     "hit": hit,
     "index": index,

@@ -19,6 +19,15 @@ from headstart.engine.torch.model import TorchModel, load_model
 
 _numbers = itertools.count()
 
+_IN_TURN = ["sliding_attention", "full_attention", "sliding_attention"]
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, a KV head for each query head": ("llama", {"num_key_value_heads": 4}),
@@ -28,6 +37,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "mistral, a short window": ("mistral", {"sliding_window": 20}),
+    "gemma2, capped scores, windows in turn": ("gemma2", {"sliding_window": 20, "attn_logit_softcapping": 5.0}),
+    "gemma3, windows in turn": ("gemma3_text", {"sliding_window": 20, "layer_types": _IN_TURN}),
+    "gpt-oss, sinks, experts, windows in turn": ("gpt_oss", {"sliding_window": 20, "layer_types": _IN_TURN, **_EXPERTS}),
+    "mixtral, experts": ("mixtral", _EXPERTS),
+    "qwen2-moe, windows told by the mask alone": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, **_EXPERTS},
+    ),
+    "qwen3-moe": ("qwen3_moe", _EXPERTS),
+    "phi, RoPE on a part": ("phi", {"partial_rotary_factor": 0.5}),
+    "olmo2, norms behind": ("olmo2", {}),
 }
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -34,3 +38,16 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     for asked in ("cuda", "cuda:0", "gpu"):
         with pytest.raises(ConfigError, match="auto, cpu"):
             choose_device(asked)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_memory_that_was_freed_is_taken_again_without_faults() -> None:
+    program = (
+        "import resource, torch; from headstart.engine.torch.hardware import keep_freed_memory\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "assert keep_freed_memory()\n"
+        "for _ in range(20):\n    before = faults(); torch.empty(16 << 20).fill_(1); print(faults() - before)\n"
+    )
+    counts = [int(line) for line in subprocess.check_output([sys.executable, "-c", program], text=True).split()]
+    assert counts[0] > 1000
+    assert sum(counts[-10:]) < 1000  # after some rounds, in which the heap settles

@@ -13,6 +13,7 @@ import torch
 from reference import loaded, stock
 
 from headstart.engine.torch.model import TorchModel, probe
+from headstart.engine.torch.packing import PackedLinear
 from headstart.errors import ConfigError, ModelError
 
 Folders = Callable[..., Path]
@@ -34,7 +35,6 @@ def _changed(folder: Path, to: Path, **changes: Any) -> Path:
         ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "recurrent"),
         ({"model_type": "qwen2_vl"}, "multimodal"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic RoPE"),
-        ({"attn_logit_softcapping": 30.0}, "caps its attention"),
         ({"num_attention_heads": 5}, "cannot be read"),
         ({"model_type": "no-such-kind"}, "cannot be read"),
     ],
@@ -45,6 +45,11 @@ def test_what_is_not_served_is_refused_by_name(
     folder = _changed(tiny_model_folder("llama"), tmp_path / "model", **changes)
     with pytest.raises(ModelError, match=said):
         loaded(folder)
+
+
+def test_a_kind_whose_layers_tell_their_attention_nothing_is_refused_by_name(tiny_model_folder: Folders) -> None:
+    with pytest.raises(ModelError, match="StableLmAttention does not pass on"):
+        loaded(tiny_model_folder("stablelm"))
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
@@ -97,3 +102,23 @@ def test_a_device_or_type_that_is_not_here_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"engine\.dtype"):
         choose_dtype("int8", torch.device("cpu"))
     assert choose_dtype("auto", torch.device("cpu")) is torch.float32
+
+
+def test_packed_weights_that_give_other_logits_are_given_up_with_a_sentence(
+    tiny_model_folder: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_model_folder("qwen2")  # with biases
+    plain = dict(stock(folder).named_parameters())
+    right = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: right(self, rows) * 1.1)
+    model = loaded(folder)
+    assert "runs with plain weights" in caplog.text
+    assert not any(isinstance(module, PackedLinear) for module in model.module.modules())
+    assert all(torch.equal(parameter, plain[name]) for name, parameter in model.module.named_parameters())
+
+
+def test_a_chunk_whose_last_row_alone_is_wanted_computes_no_other_in_the_last_layer(tiny_model_folder: Folders) -> None:
+    model, seen = loaded(tiny_model_folder("llama")), []
+    model.module.model.layers[-1].self_attn.o_proj.register_forward_pre_hook(lambda _, rows: seen.append(rows[0]))
+    model.next_logits(list(range(50)))
+    assert (seen[-1].abs().sum(dim=-1) > 0)[0].nonzero().flatten().tolist() == [49]

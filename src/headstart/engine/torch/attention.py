@@ -1,21 +1,23 @@
-"""Attention over a packed batch, each request against its own contiguous KV. Exact; writes the new k and v where they belong.
+"""Attention over a packed batch, each request against its own KV and the prefix that it shares. Exact; writes new k and v.
 
-    rows of the batch     │ request A: 1 │ request B: 64            │      one row of tokens, no padding
-    keys that they see    │ A [0 … n]    │ B [0 … computed) + square│
+    rows of the batch      │ A: 1 │ B: 64              │ C: 1 │      one row of tokens, no padding
+    keys in a shared prefix│ [0 … tokens), once for all its rows │      A, B and C have it
+    keys of one's own      │ [tokens … n] │ [… first) + square │ …
 
-A chunk of a prompt is attended in two parts that are merged by log-sum-exp: what was there before (no mask; the query heads
-that share a KV head are folded into rows, so K and V are read once and never repeated) and the square of the new tokens
-(causal). A decoding request is the first part alone. Nothing is concatenated. Layers with a sliding window that matters, and
-devices or types without the CPU flash kernel, take one masked call over the keys in sight.
+What a row sees is cut into parts that need no mask or the causal square alone; each part gives an output and a log-sum-exp, and
+parts are merged by those. Query heads that share a KV head are folded into rows, so K and V are read once and never repeated,
+and nothing is concatenated. Where a sliding window cuts, a part has a mask; capped scores, and devices or types without the
+CPU's flash kernel, go through plain matrix products or the device's own kernel. A sink is one more key without a value: it only
+scales the output, by what the log-sum-exp tells.
 
 `transformers` calls `attend` for every layer (AttentionInterface); the `Step` reaches it as the keyword `headstart`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,27 +28,56 @@ from headstart.errors import ModelError
 NAME = "headstart"
 
 # Keywords that attention layers pass along and that change no number here: masks and positions are ours, dropout is training.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    }
+)
 
 _FLASH_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
+_PLAIN_SCORES = 1 << 24  # at once, where scores are written out: 64 MiB of them
+
+_LEAST_RUN = 512  # keys; splitting shorter runs among threads costs more than it brings
+
 
 class KV(Protocol):
-    """Where attention finds one request's keys and values of a layer."""
+    """Where attention finds keys and values of a layer."""
 
     def keys(self, layer: int) -> Tensor: ...  # [kv_heads, capacity, head_dim]
 
     def values(self, layer: int) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Prefix:
+    """The KV of positions 0 … tokens-1, read only. Segments that name the same `Prefix` attend it together."""
+
+    kv: KV
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows start … start+count-1 of the batch: the tokens at positions first … first+count-1 of one request."""
+    """Rows start … start+count-1 of the batch: the tokens at positions first … first+count-1 of one request.
+
+    `kv` begins with position 0, or behind `prefix`."""
 
     kv: KV
     start: int
     count: int
     first: int
+    prefix: Prefix | None = None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.count)
 
 
 @dataclass(slots=True)
@@ -55,19 +86,39 @@ class Step:
 
     segments: Sequence[Segment]
     before_layer: Callable[[int], None] | None = None
+    last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
+    masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a model makes for its layers in place of a mask: how many keys a row sees, itself included; None: all before it.
+
+    Some kinds of model tell their layers of a window by the mask alone, so this goes before the keyword."""
+
+    window: int | None
+
+
+class Part(NamedTuple):
+    """Rows against some of their keys: `out` [heads, rows, head_dim], `lse` [heads, rows, 1], natural log."""
+
+    out: Tensor
+    lse: Tensor
 
 
 def register() -> None:
-    """Make `attend` known to transformers under NAME, without masks. Twice is fine."""
+    """Make `attend` and its `Sight`, in place of masks, known to transformers under NAME. Twice is fine."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, _sight)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _sight(*_: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any) -> Sight:
+    if use_vmap:
+        raise ModelError("the model changes its causal mask by a function of its own, which this version does not serve")
+    return Sight(local_size)
 
 
 def attend(
@@ -75,22 +126,26 @@ def attend(
     query: Tensor,  # [1, heads, rows, head_dim]
     key: Tensor,  # [1, kv_heads, rows, head_dim]
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Sight | Tensor | None,
     *,
-    headstart: Step,
+    headstart: Step | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # a sink for each head
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return [1, rows, heads, head_dim]. Raises ModelError for anything that would change the numbers and is not known."""
+    if headstart is None:
+        raise ModelError(f"{type(module).__name__} does not pass on to its attention what this version tells it")
     for name, given in others.items():
         if given is not None and name not in _HARMLESS:
             raise ModelError(
                 f"{type(module).__name__} asks its attention for {name!r}, which this version does not compute; "
-                "use a Llama, Qwen2, Qwen3 or Mistral kind of model",
+                "use another model, for example one of the Llama, Qwen or Mistral kinds",
                 keyword=name,
             )
-    if attention_mask is not None or query.shape[0] != 1:
+    if isinstance(attention_mask, Tensor) or query.shape[0] != 1:
         raise ModelError(f"{type(module).__name__} brings an attention mask of its own, which this version does not serve")
     if value.shape[-1] != query.shape[-1] or key.shape[-1] != query.shape[-1]:
         raise ModelError(f"{type(module).__name__} has keys and values of unequal width, which this version does not serve")
@@ -98,64 +153,202 @@ def attend(
     if headstart.before_layer is not None:
         headstart.before_layer(layer)
     headstart.attended.append(layer)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     for segment in headstart.segments:
-        rows = slice(segment.start, segment.start + segment.count)
-        seen = segment.first + segment.count
-        keys, values = segment.kv.keys(layer), segment.kv.values(layer)
-        keys[:, segment.first : seen] = key[0, :, rows]
-        values[:, segment.first : seen] = value[0, :, rows]
-        q = query[:, :, rows]
-        if sliding_window is not None and seen > sliding_window:
-            out[rows] = _windowed(q, keys, values, first=segment.first, window=sliding_window, scale=scale)
-        elif q.device.type == "cpu" and q.dtype in _FLASH_TYPES:
-            out[rows] = _in_two_parts(q, keys, values, first=segment.first, scale=scale)
-        else:
-            out[rows] = _windowed(q, keys, values, first=segment.first, window=seen, scale=scale)
+        begin = segment.first - (segment.prefix.tokens if segment.prefix else 0)
+        segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
+        segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = attention_mask.window if attention_mask is not None else sliding_window
+    segments = headstart.segments
+    alone = s_aux is None and all(one.prefix is None for one in segments)
+    rule = _Rule(scale, window, softcap, headstart.masks, alone)
+    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    if headstart.last is not None and layer == headstart.last[0]:
+        segments = _wanted(segments, headstart.last[1])
+        out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
+    for prefix, members in _grouped(segments):
+        own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
+        part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))
+        if prefix is not None:
+            q = torch.cat([query[:, :, one.rows] for one in members], dim=2)
+            keys, values = prefix.kv.keys(layer)[:, : prefix.tokens], prefix.kv.values(layer)[:, : prefix.tokens]
+            shared = rule.attend(q, keys, values, runs=[(one.first, one.count) for one in members], at=0)
+            part = part if shared is None else _merged(part, shared)
+        result = part.out
+        if s_aux is not None:
+            result = result * torch.sigmoid(part.lse - s_aux.float().view(-1, 1, 1)).to(result.dtype)
+        begin = 0
+        for one in members:
+            out[one.rows] = result[:, begin : begin + one.count].transpose(0, 1)
+            begin += one.count
     return out.unsqueeze(0), None
 
 
-def _in_two_parts(q: Tensor, keys: Tensor, values: Tensor, *, first: int, scale: float) -> Tensor:
-    """Return [rows, heads, head_dim] of rows at positions first … over all keys up to each."""
-    _, heads, count, width = q.shape
-    seen = first + count
-    if count == 1:  # all that the row sees, itself included, is one unmasked part
-        out, _ = _flash(_folded(q, keys), keys[None, :, :seen], values[None, :, :seen], causal=False, scale=scale)
-        return out.reshape(1, heads, width)
-    square, square_lse = _flash(q, keys[None, :, first:seen], values[None, :, first:seen], causal=True, scale=scale)
-    if first == 0:
-        return square[0].transpose(0, 1)
-    prefix, prefix_lse = _flash(_folded(q, keys), keys[None, :, :first], values[None, :, :first], causal=False, scale=scale)
-    prefix = prefix.reshape(heads, count, width)
-    # reshape, not view: the kernel returns its log-sum-exps transposed
-    share = torch.sigmoid(square_lse.reshape(heads, count, 1) - prefix_lse.reshape(heads, count, 1))
-    return torch.lerp(prefix, square[0], share.to(prefix.dtype)).transpose(0, 1)
+def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
+    """Return what is left of each segment from its first wanted row on."""
+    left = []
+    for one in segments:
+        skipped = next((index for index in range(one.count) if one.start + index in rows), None)
+        if skipped is not None:
+            left.append(Segment(one.kv, one.start + skipped, one.count - skipped, one.first + skipped, one.prefix))
+    return left
 
 
-def _folded(q: Tensor, keys: Tensor) -> Tensor:
-    """Return [1, kv_heads, group · rows, head_dim]: query heads that share a KV head become rows."""
-    return q.reshape(1, keys.shape[0], -1, q.shape[-1])
+def _grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
+    """Yield segments that share a prefix together, every other one alone."""
+    together: dict[int, list[Segment]] = {}
+    for one in segments:
+        if one.prefix is None:
+            yield None, [one]
+        else:
+            together.setdefault(id(one.prefix), []).append(one)
+    for members in together.values():
+        yield members[0].prefix, members
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=scale)
+def _own(rule: _Rule, q: Tensor, segment: Segment, layer: int) -> Part:
+    """Attend what is in the segment's own KV: what was there before, and the new tokens."""
+    base = segment.prefix.tokens if segment.prefix else 0
+    old, seen = segment.first - base, segment.first - base + segment.count
+    keys, values = segment.kv.keys(layer)[:, :seen], segment.kv.values(layer)[:, :seen]
+    runs = [(segment.first, segment.count)]
+    if segment.count == 1 or old == 0 or not rule.parts(q) or rule.cuts(segment.first + segment.count - 1, base):
+        part = rule.attend(q, keys, values, runs=runs, at=base)
+        assert part is not None  # a row sees itself
+        return part
+    square = rule.attend(q, keys[:, old:], values[:, old:], runs=runs, at=segment.first)
+    before = rule.attend(q, keys[:, :old], values[:, :old], runs=runs, at=base)
+    assert square is not None
+    return square if before is None else _merged(square, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a layer does with scores: their scale, how far back a row sees (itself included), what caps them."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    masks: dict[object, Tensor]
+    alone: bool  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
+
+    def cuts(self, position: int, at: int) -> bool:
+        """Whether a row at `position` no longer sees a key at `at`."""
+        return self.window is not None and position - at >= self.window
+
+    def parts(self, q: Tensor) -> bool:
+        """Whether two parts without a mask are cheaper than one with it."""
+        return self._flash(q) and self.softcap is None
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, runs: Sequence[tuple[int, int]], at: int) -> Part | None:
+        """Return rows of `q`, which are at positions given as runs (first, count), against the keys at positions at …;
+        None if no row sees any of them."""
+        lowest = min(first for first, _ in runs)
+        highest = max(first + count - 1 for first, count in runs)
+        if self.window is not None and (unseen := lowest - self.window + 1 - at) > 0:
+            keys, values, at = keys[:, unseen:], values[:, unseen:], at + unseen
+        count = keys.shape[1]
+        if count == 0:
+            return None
+        masked = lowest < at + count - 1 or self.cuts(highest, at)
+        if self.softcap is not None:
+            return self._plain(q, keys, values, self._mask(q, runs, at, count) if masked else None)
+        if not self._flash(q):
+            return self._on_device(q, keys, values, self._mask(q, runs, at, count) if masked else None)
+        if not masked:
+            return _unmasked(q, keys, values, self.scale)
+        if runs == [(at, count)] and not self.cuts(highest, at):
+            return _flash(q, keys[None], values[None], self.scale, causal=True)
+        return _flash(q, keys[None], values[None], self.scale, mask=self._mask(q, runs, at, count))
+
+    def _flash(self, q: Tensor) -> bool:
+        return q.device.type == "cpu" and q.dtype in _FLASH_TYPES
+
+    def _mask(self, q: Tensor, runs: Sequence[tuple[int, int]], at: int, count: int) -> Tensor:
+        """Return what is added to scores [rows, count]. Large, not infinite: a row may see nothing of a part, and then counts
+        for nothing when parts are merged."""
+        name = (tuple(runs), at, count, self.window)
+        if name not in self.masks:
+            rows = torch.cat([torch.arange(first, first + rows, device=q.device) for first, rows in runs]).unsqueeze(1)
+            columns = torch.arange(at, at + count, device=q.device)
+            hidden = columns > rows
+            if self.window is not None:
+                hidden |= columns <= rows - self.window
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+            self.masks[name] = mask.masked_fill_(hidden, torch.finfo(q.dtype).min / 2)
+        return self.masks[name]
+
+    def _on_device(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
+        """By the device's own kernel, which tells no log-sum-exp; where one is needed, the plain way."""
+        if not self.alone:
+            return self._plain(q, keys, values, mask)
+        group = q.shape[1] // keys.shape[0]
+        if group > 1:  # repeated by hand: not every device's kernel groups heads by itself
+            keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+        out = functional.scaled_dot_product_attention(q, keys[None], values[None], attn_mask=mask, scale=self.scale)
+        return Part(out[0], out.new_empty(0))
+
+    def _plain(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
+        """Write the scores out, as many rows at a time as fit."""
+        heads, rows, width = q.shape[1:]
+        at_once = max(1, _PLAIN_SCORES // (heads * keys.shape[1]))
+        transposed = keys.transpose(1, 2).unsqueeze(1)
+        outs, lses = [], []
+        for begin in range(0, rows, at_once):
+            some = q[0, :, begin : begin + at_once].reshape(keys.shape[0], -1, min(at_once, rows - begin), width)
+            scores = torch.matmul(some, transposed).float() * self.scale
+            if self.softcap is not None:
+                scores = torch.tanh(scores / self.softcap) * self.softcap
+            if mask is not None:
+                scores += mask[begin : begin + at_once].float()
+            lse = scores.logsumexp(dim=-1, keepdim=True)
+            shares = (scores - lse).exp_().to(q.dtype)
+            outs.append(torch.matmul(shares, values.unsqueeze(1)).reshape(heads, -1, width))
+            lses.append(lse.reshape(heads, -1, 1))
+        return Part(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+
+
+def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
+    """Rows that see all of the keys. Long runs of them are cut, so that all threads have as much to do."""
+    _, heads, rows, width = q.shape
+    kv_heads, count = keys.shape[:2]
+    folded = q.reshape(1, kv_heads, -1, width)
+    cuts = _cuts(tasks=kv_heads * -(-folded.shape[2] // 64), count=count)
+    if cuts == 1:
+        part = _flash(folded, keys[None], values[None], scale)
+    else:
+        run = count // cuts
+        k, v = (tensor[:, : cuts * run].view(kv_heads, cuts, run, width).transpose(0, 1) for tensor in (keys, values))
+        outs, lses = _op(folded.expand(cuts, -1, -1, -1), k, v, scale)
+        lses = lses.unsqueeze(-1)
+        lse = lses.logsumexp(dim=0)
+        part = Part((outs * (lses - lse).exp().to(outs.dtype)).sum(dim=0), lse)
+        if cuts * run < count:
+            part = _merged(part, _flash(folded, keys[None, :, cuts * run :], values[None, :, cuts * run :], scale))
+    return Part(part.out.reshape(heads, rows, width), part.lse.reshape(heads, rows, 1))
+
+
+def _cuts(*, tasks: int, count: int) -> int:
+    """Return into how many runs `count` keys are cut, where the kernel has `tasks` for each."""
+    cuts = 1
+    while tasks * cuts < 8 * torch.get_num_threads() and count // (2 * cuts) >= _LEAST_RUN:
+        cuts *= 2
+    return cuts
+
+
+def _merged(a: Part, b: Part) -> Part:
+    """Return both parts' keys as one part."""
+    return Part(torch.lerp(a.out, b.out, torch.sigmoid(b.lse - a.lse).to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> Part:
+    out, lse = _op(q, k, v, scale, causal=causal, mask=mask)
+    return Part(out[0], lse[0].unsqueeze(-1))
+
+
+def _op(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The CPU's flash kernel, which SDPA calls too but without telling log-sum-exps. Causal means from the upper left."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
-
-
-def _windowed(q: Tensor, keys: Tensor, values: Tensor, *, first: int, window: int, scale: float) -> Tensor:
-    """Return [rows, heads, head_dim] where a row sees itself and the window-1 keys before it, by one masked call."""
-    count = q.shape[2]
-    seen = first + count
-    low = max(0, seen - count - window + 1)
-    k, v = keys[:, low:seen], values[:, low:seen]
-    mask = None
-    if count > 1:
-        rows = torch.arange(first, seen, device=q.device).unsqueeze(1)
-        columns = torch.arange(low, seen, device=q.device)
-        mask = (columns <= rows) & (columns > rows - window)
-    group = q.shape[1] // k.shape[0]
-    if group > 1:  # repeated by hand: not every device's kernel groups heads by itself
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    out = functional.scaled_dot_product_attention(q, k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1)

@@ -22,15 +22,16 @@ from torch import Tensor
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, TokenEvent
-from headstart.engine.torch.attention import Segment, Step
+from headstart.engine.torch.attention import Step
 from headstart.engine.torch.floor import measure_floor
-from headstart.engine.torch.kv_memory import HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.prefix import Outcome, PrefixBridge
 from headstart.engine.torch.sampler import Sampler, choose
 from headstart.engine.torch.scheduler import Work, plan_step
 from headstart.engine.torch.sequence import Sequence
+from headstart.engine.torch.sharing import BranchKV, Offer, best_offer
 from headstart.errors import LoadFailed, RequestError
 from headstart.metrics import Counters
 
@@ -287,21 +288,31 @@ class TorchEngine:
             load.release()
 
     def _admit(self) -> None:
-        """Give KV to those who wait, first come first served, and start their loads."""
-        while self._waiting and len(self._running) < self._max_running:
-            sequence = self._waiting[0]
-            kv = self._memory.allocate(sequence.kv_tokens)
+        """Give KV to those who wait, first come first served, and start their loads. Who will share what another one is still
+        loading or computing stays until it is there, and holds up nobody."""
+        for sequence in list(self._waiting):
+            if len(self._running) >= self._max_running:
+                return
+            offer = self._offer(sequence)
+            if offer is not None and not offer.ready:
+                continue
+            kv = self._allocate(sequence, offer)
             if kv is not None:
                 self._starved_s = None
             elif (kv := self._spare_for(sequence)) is None:
                 return
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             self._running.append(sequence)
             sequence.kv = kv
             started = time.monotonic()
             if sequence.admitted_s is None:
                 sequence.admitted_s = started
                 self._counters.add("prompt_tokens", sequence.prompt_tokens)
+            if isinstance(kv, BranchKV):
+                sequence.computed = sequence.cached_memory_tokens = kv.prefix.tokens
+                self._counters.add("cached_memory_tokens", kv.prefix.tokens)
+                self._counters.add("prefixes_shared")
+                continue
             if self._bridge is None or not sequence.use_cache or not sequence.reload:
                 continue
             try:
@@ -312,6 +323,26 @@ class TorchEngine:
             sequence.match_s = time.monotonic() - started
             if sequence.load is not None:
                 sequence.computed = sequence.load.tokens
+
+    def _offer(self, sequence: Sequence) -> Offer | None:
+        """Return what a running request has of this one's prompt, unless the cache has more."""
+        if self._bridge is None or not sequence.use_cache:
+            return None
+        offer = best_offer(sequence, self._running)
+        if offer is None:
+            return None
+        if sequence.stored is None:
+            try:
+                sequence.stored = self._bridge.stored_tokens(sequence.request.prompt, salt=sequence.request.salt)
+            except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
+                sequence.stored = 0
+        return offer if offer.tokens >= sequence.stored else None
+
+    def _allocate(self, sequence: Sequence, offer: Offer | None) -> HostKV | DeviceKV | BranchKV | None:
+        if offer is None:
+            return self._memory.allocate(sequence.kv_tokens)
+        own = self._memory.allocate_host(sequence.kv_tokens - offer.tokens)
+        return None if own is None else offer.accept(own)
 
     def _spare_for(self, sequence: Sequence) -> HostKV | None:
         """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold
@@ -340,8 +371,7 @@ class TorchEngine:
         segments, rows, complete = [], [], []
         for item in work:
             sequence = item.sequence
-            assert sequence.kv is not None
-            segments.append(Segment(sequence.kv, len(tokens), item.count, sequence.computed))
+            segments.append(sequence.segment(len(tokens), item.count))
             tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
             if item.count == sequence.pending:
                 rows.append(len(tokens) - 1)

@@ -6,6 +6,7 @@ that nobody thought of is refused with a sentence, never served with wrong numbe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention
+from headstart.engine.torch import attention, packing
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape
 from headstart.errors import ModelError
 
-_SERVED = "Llama, Qwen2, Qwen3 and Mistral kinds of model are"
+_log = logging.getLogger(__name__)
+
+_SERVED = "Llama, Qwen, Mistral, Gemma, Mixtral, Phi, OLMo, gpt-oss and like kinds of model are"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 _PROBE_CHUNKS = (33, 7, 1)  # prefill, prefill behind a prefix, decode
+_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
 class TorchModel:
@@ -52,6 +56,8 @@ class TorchModel:
 
         Writes the KV of every token at its position. Whatever `step.before_layer` raises passes through; running the same
         step again then writes the same bytes."""
+        if len(rows) < len(tokens):
+            step.last = (self.shape.layers - 1, frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
         output = self.module(
             input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
@@ -109,53 +115,77 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
             "fetch it again",
             folder=folder,
         )
-    _make_private(module)
     model = TorchModel(module.eval().to(place).requires_grad_(False), name=folder.name)
     on_progress("loading weights", 1.0)
     on_progress("checking the model", 0.0)
     probe(model)
+    _make_private(module)
     on_progress("checking the model", 1.0)
     return model
 
 
 def _make_private(module: Any) -> None:
-    """Copy weights that are a mapping of their file: whoever writes into it would change, or kill, the running model."""
+    """Copy weights that still are a mapping of their file: whoever writes into it would change, or kill, the running model."""
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
 
 
 def probe(model: TorchModel) -> None:
-    """Compare logits of a short text through stock attention and through ours, in chunks; switch the model to ours."""
-    count = sum(_PROBE_CHUNKS)
-    tokens = [(7919 * (index + 1)) % model.vocabulary for index in range(count)]
-    config = model.config
+    """Compare logits of a short text through stock attention and through ours, in chunks; switch the model to ours.
+
+    Packed weights are tried first, and given up with a sentence where they give other logits than the plain ones."""
+    tokens = [(7919 * (index + 1)) % model.vocabulary for index in range(sum(_PROBE_CHUNKS))]
     try:
-        config._attn_implementation = "eager"
+        model.config._attn_implementation = "eager"
         with torch.inference_mode():
             want = model.module(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
-        config._attn_implementation = attention.NAME
-        kv = ScratchKV(model.shape, count, model.device)
-        got, first = [], 0
+    except _CANNOT_RUN as error:
+        raise _not_run(model, error) from error
+    model.config._attn_implementation = attention.NAME
+    why = None
+    try:
+        if packing.pack(model.module):
+            _compare(model, tokens, want)
+            return
+    except (ModelError, *_CANNOT_RUN) as error:
+        packing.unpack(model.module)
+        why = _first_line(error)
+    _compare(model, tokens, want)
+    if why is not None:
+        _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
+
+
+def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
+    """Raise ModelError unless our forward pass gives the logits `want`, of all rows at once and of a chunk's last alone."""
+    kv = ScratchKV(model.shape, len(tokens), model.device)
+    got, last, first = [], [], 0
+    try:
         for chunk in _PROBE_CHUNKS:
             step = Step([Segment(kv, 0, chunk, first)])
             got.append(model.forward(tokens[first : first + chunk], step, rows=range(chunk)))
             if step.attended != list(range(model.shape.layers)):
                 raise ModelError(
-                    f"{model.name} ({config.model_type}) has layers that are not plain attention; {_SERVED} served"
+                    f"{model.name} ({model.config.model_type}) has layers that are not plain attention; {_SERVED} served"
                 )
+            last.append(model.forward(tokens[first : first + chunk], Step([Segment(kv, 0, chunk, first)]), rows=[chunk - 1]))
             first += chunk
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        raise ModelError(
-            f"{model.name} ({config.model_type}) cannot be run by this version ({_first_line(error)}); {_SERVED} served"
-        ) from error
-    apart = float((torch.cat(got) - want).abs().max())
+    except _CANNOT_RUN as error:
+        raise _not_run(model, error) from error
+    ends = [sum(_PROBE_CHUNKS[: index + 1]) - 1 for index in range(len(_PROBE_CHUNKS))]
+    apart = float(torch.cat([torch.cat(got) - want, torch.cat(last) - want[ends]]).abs().max())
     allowed = (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(want.abs().max()))
     if not apart <= allowed:  # also when either is NaN
         raise ModelError(
-            f"{model.name} ({config.model_type}) gives other logits through our attention (apart by {apart:.3g}, "
+            f"{model.name} ({model.config.model_type}) gives other logits through our attention (apart by {apart:.3g}, "
             f"allowed {allowed:.3g}), so this version does not serve it; {_SERVED} served",
             apart=apart,
         )
+
+
+def _not_run(model: TorchModel, error: Exception) -> ModelError:
+    return ModelError(
+        f"{model.name} ({model.config.model_type}) cannot be run by this version ({_first_line(error)}); {_SERVED} served"
+    )
 
 
 class ScratchKV:
@@ -190,8 +220,6 @@ def _refuse_unserved(config: Any, folder: Path) -> None:
         why = "a model with recurrent or other layers beside attention"
     elif getattr(text, "num_kv_shared_layers", None):
         why = "a model whose layers share KV"
-    elif getattr(text, "attn_logit_softcapping", None):
-        why = "a model that caps its attention scores"
     elif ropes & _MOVING_ROPE:
         why = (
             f"a model with {', '.join(sorted(ropes & _MOVING_ROPE))} RoPE, whose KV depends on the length of the whole sequence"
@@ -199,7 +227,7 @@ def _refuse_unserved(config: Any, folder: Path) -> None:
     elif not all(hasattr(text, name) for name in ("num_attention_heads", "hidden_size", "max_position_embeddings")):
         why = f"of kind {config.model_type!r}, whose configuration does not tell heads, width and context"
     if why is not None:
-        raise ModelError(f"{folder.name} is {why}, which is not served yet by this version; {_SERVED}", folder=folder)
+        raise ModelError(f"{folder.name} is {why}, which is not served yet by this version; {_SERVED} served", folder=folder)
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from headstart.config import CacheConfig, Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.hardware import available_bytes, use_physical_cores
+from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.errors import ConfigError, ModelError
@@ -31,6 +31,7 @@ _LEAST_PIECES = 16  # on disk; below, hardly any prompt is kept
 def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> TorchEngine:
     """See `headstart.engine.torch.open_engine`."""
     use_physical_cores()
+    keep_freed_memory()
     identity, model = _load_identified(folder, config, on_progress)
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)

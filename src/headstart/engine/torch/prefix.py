@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headstart.cache.prefix_cache import Lease, Load, PrefixCache
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.sharing import BranchKV
 
 
 class PrefixLoad:
@@ -122,13 +123,23 @@ class PrefixBridge:
         loading.add_done_callback(let_go)
         return loading
 
-    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> None:
+    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
+        """Return how many of `tokens` a load would bring now."""
+        lease = self._cache.match(tokens, salt=salt)
+        try:
+            return lease.tokens
+        finally:
+            lease.release()
+
+    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
         """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
-        host = self._passage(kv, len(tokens))
+        host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
         if host is None:
             return
+        if isinstance(kv, BranchKV):
+            kv.retain()
         try:
-            if isinstance(kv, DeviceKV):
+            if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
             ticket = self._cache.save(tokens, host, salt=salt)
         except BaseException:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
+from headstart.engine.torch.attention import Prefix, Segment
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.prefix import PrefixLoad
 from headstart.engine.torch.sampler import Sampler
+from headstart.engine.torch.sharing import Beyond, BranchKV
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +32,12 @@ class Sequence:
     aborted: bool = False  # set by any thread, read by the engine's
     ended: bool = False
 
-    kv: HostKV | DeviceKV | None = None
+    kv: HostKV | DeviceKV | BranchKV | None = None
     load: PrefixLoad | None = None  # under way; its tokens count as computed unless it fails
     computed: int = 0  # tokens whose KV is there
     saved: int = 0  # tokens given to the cache so far
+    stored: int | None = None  # tokens of the prompt that the cache had when it was asked
+    _shared: ReferenceType[Prefix] | None = None
 
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -64,6 +69,24 @@ class Sequence:
     def kv_tokens(self) -> int:
         """Tokens that its KV must hold in the end."""
         return self.prompt_tokens + self.max_tokens
+
+    @property
+    def shared(self) -> Prefix | None:
+        """The beginning of its KV that other requests read now."""
+        return None if self._shared is None else self._shared()
+
+    def share(self, prefix: Prefix) -> None:
+        self._shared = ref(prefix)
+
+    def segment(self, start: int, count: int) -> Segment:
+        """Return its next `count` tokens as rows start … of a batch."""
+        kv, shared = self.kv, self.shared
+        assert kv is not None
+        if isinstance(kv, BranchKV):
+            return Segment(kv.own, start, count, self.computed, kv.prefix)
+        if shared is not None:
+            return Segment(Beyond(kv, shared.tokens), start, count, self.computed, shared)
+        return Segment(kv, start, count, self.computed)
 
     def release_kv(self) -> None:
         kv, self.kv = self.kv, None
