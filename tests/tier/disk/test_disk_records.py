@@ -35,6 +35,7 @@ from headstart.tier.disk.records import (
     decode_records,
     encode_journal_header,
     encode_record,
+    encoded_bytes,
     removed_records,
 )
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header, segment_capacity
@@ -96,6 +97,7 @@ def test_records_are_read_as_they_were_written(written: list[Record]) -> None:
     found, state = read(data)
     assert found == written
     assert (state.end, state.stopped) == (HEADER_BYTES + len(data), "")
+    assert sum(map(encoded_bytes, written)) == len(data)
 
 
 def test_a_journal_cut_at_any_byte_gives_the_records_before_the_cut() -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +88,7 @@ class Segment:
         return self.recorded or self.sealed
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
+class Removal(NamedTuple):
     """One extent that is no more: when, why, and the key prefixes of its blocks. `recorded`: by this process's journal."""
 
     time_ms: int
@@ -493,9 +493,7 @@ class Books:
         parents, blob = shape.parents.tobytes(), shape.keys.tobytes()
         end = shape.ends * PREFIX_BYTES
         numbers = self._segment[rows].tolist()
-        where = {
-            number: (self._numbered[number].representation, self._numbered[number].name.file) for number in set(numbers)
-        }
+        where = {number: (self._numbered[number].representation, self._numbered[number].name.file) for number in set(numbers)}
         columns = (
             end - shape.blocks * PREFIX_BYTES,
             end,

@@ -32,6 +32,7 @@ from headstart.tier.disk.records import (
     decode_records,
     encode_journal_header,
     encode_record,
+    encoded_bytes,
     record_bytes,
 )
 
@@ -181,7 +182,7 @@ class Journal:
 
     def encoded_bytes(self, records: Sequence[Record]) -> int:
         """Return what records take in it."""
-        return sum(len(encode_record(record, writer=self.writer, generation=0, offset=0)) for record in records)
+        return sum(map(encoded_bytes, records))
 
     def sync(self) -> None:
         """Return when all that was appended would survive a power loss. Raises OSError."""

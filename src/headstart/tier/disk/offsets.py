@@ -31,7 +31,7 @@ class Offsets:
 
     def add(self, offset: int) -> None:
         at = bisect_left(self._offsets, offset)
-        if self._offsets[at : at + 1] != array("q", [offset]):
+        if at == len(self._offsets) or self._offsets[at] != offset:
             self._offsets.insert(at, offset)
 
     def among(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

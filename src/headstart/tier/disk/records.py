@@ -243,6 +243,18 @@ def encode_record(record: Record, *, writer: bytes, generation: int, offset: int
     return body + _check(body, writer, generation, offset)
 
 
+def encoded_bytes(record: Record) -> int:
+    """Return how long a record is in a journal."""
+    match record:
+        case ExtentAdded():  # those that are many are reckoned, not encoded
+            payload = ADDED.size + len(record.prefixes) + len(_fields(record))
+        case Removed(_, reason, extents):
+            payload = _REMOVED.size + len(reason.encode()) + sum(_GONE.size + len(prefixes) for _, prefixes in extents)
+        case _:
+            payload = len(_encode(record)[1])
+    return RECORD_PREFIX.size + payload + CHECK_BYTES
+
+
 @dataclass(slots=True)
 class Decoded:
     """`end`: offset behind the last good record. `stopped`: why nothing behind it is read ("" at a clean end)."""
@@ -353,8 +365,12 @@ def _encode_added(record: ExtentAdded) -> bytes:
         len(record.prefixes) // PREFIX_BYTES,
         record.parent,
     )
+    return fixed + record.prefixes + _fields(record)
+
+
+def _fields(record: ExtentAdded) -> bytes:
     tenant = frame(_TENANT, record.tenant.encode()) if record.tenant else b""
-    return fixed + record.prefixes + frame(_CLASS, record.retention.encode()) + tenant + record.fields
+    return frame(_CLASS, record.retention.encode()) + tenant + record.fields
 
 
 def decode_payload(kind: int, payload: memoryview) -> Record:
@@ -454,19 +470,24 @@ def _decode_raised(payload: memoryview) -> ClassRaised:
 
 
 def _decode_removed(payload: memoryview, *, quarantined: bool) -> Removed:
-    time_ms, count, word = _REMOVED.unpack_from(payload)
+    data = bytes(payload)
+    time_ms, count, word = _REMOVED.unpack_from(data)
     _require_below(_U62, time_ms)
     at = _REMOVED.size + word
-    reason = bytes(payload[_REMOVED.size : at]).decode()
+    reason = data[_REMOVED.size : at].decode()
     extents = []
+    segment = SegmentName(b"", 0)  # one object for all extents of a segment that stand side by side: there may be very many
     for _ in range(count):
-        writer, sequence, offset, blocks = _GONE.unpack_from(payload, at)
-        _require_below(_U62, offset)
-        at += _GONE.size + blocks * PREFIX_BYTES
-        if at > len(payload):
+        writer, sequence, offset, blocks = _GONE.unpack_from(data, at)
+        if offset >= _U62:
+            raise ValueError("a number that no extent or file can have")
+        first = at + _GONE.size
+        at = first + blocks * PREFIX_BYTES
+        if at > len(data):
             raise ValueError("lengths do not add up")
-        prefixes = bytes(payload[at - blocks * PREFIX_BYTES : at])
-        extents.append((ExtentName(SegmentName(writer, sequence), offset), prefixes))
-    if at != len(payload):
+        if sequence != segment.sequence or writer != segment.writer:
+            segment = SegmentName(writer, sequence)
+        extents.append((ExtentName(segment, offset), data[first:at]))
+    if at != len(data):
         raise ValueError("lengths do not add up")
     return Removed(time_ms, reason, tuple(extents), quarantined)
