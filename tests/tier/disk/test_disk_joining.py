@@ -178,6 +178,34 @@ def test_what_is_pinned_and_double_is_dropped_only_once_the_other_one_is_pinned_
     assert tier.statistics().blocks == PIECES
 
 
+def test_joining_never_lets_pins_take_more_than_they_may(tier: DiskTier, clock: Clock) -> None:
+    kvs = [prompt(PIECES, seed=seed) for seed in range(4)]
+    for kv in kvs:
+        converse(tier, kv)
+        assert tier.pin(extents_of(tier, kv)[:1], until_ms=None) == [True]
+    pause(tier, clock)
+    pinned = [info.extent_bytes for info in tier.scan() if info.pinned_until_ms is not None]
+    assert tier.statistics().counters["joined_extents"] > 0
+    assert len(pinned) == len(kvs)
+    assert sum(pinned) <= CAPACITY // 2
+    assert tier.check() == []
+
+
+def test_a_double_that_is_pinned_stays_where_pinning_the_whole_would_take_too_much(tier: DiskTier, clock: Clock) -> None:
+    kvs = [prompt(PIECES, seed=seed) for seed in range(4)]
+    for kv in kvs:
+        tier.write(kv.image(4, 4), TINY)
+        assert tier.pin(extents_of(tier, kv), until_ms=None) == [True]
+        tier.write(kv.image(), TINY)
+    pause(tier, clock)
+    pinned = [info.extent_bytes for info in tier.scan() if info.pinned_until_ms is not None]
+    assert len(pinned) == len(kvs)
+    assert len(set(pinned)) == 2, "some moved to the whole, the rest is where it was"
+    assert sum(pinned) <= CAPACITY // 2
+    assert [len(extents_of(tier, kv)) for kv in kvs].count(2) > 0
+    assert tier.check() == []
+
+
 def test_extents_of_two_tenants_are_not_joined(tier: DiskTier, clock: Clock) -> None:
     kv = prompt(PIECES)
     for tenant, first, pieces in (("a", 0, 4), ("b", 4, 4), ("a", 8, 5)):

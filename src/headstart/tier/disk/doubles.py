@@ -38,14 +38,13 @@ class Doubles:
         self._due = store.clock() + DOUBLES_INTERVAL_S
         with store.lock:
             books = store.books
-            found = list(find_doubles(books))
-            pairs = [(books.id_of(smaller), books.name(larger)) for smaller, larger in found[:_AT_ONCE]]
+            found = [pair for pair in find_doubles(books) if _pins_fit(store, *pair)]
+            pairs = [(books.id_of(smaller), books.id_of(larger)) for smaller, larger in found[:_AT_ONCE]]
             places = [books.place(larger) for _, larger in found[:_AT_ONCE]]
-        for smaller, larger in pairs:
-            carry_over(store, [smaller], larger)
+        going = [smaller for smaller, larger in pairs if _carried(store, smaller, larger)]
         if not sync_places(store, places):
             return False
-        removed = remove(store, [smaller for smaller, _ in pairs], reason=JOINED)
+        removed = remove(store, going, reason=JOINED)
         store.counters.add(f"removed_{JOINED}", len(removed))
         if len(found) > _AT_ONCE and removed:
             self._due = store.clock()
@@ -62,6 +61,22 @@ def find_doubles(books: Books) -> Iterator[tuple[int, int]]:
         if smaller not in seen and _covers(books, larger, smaller):
             seen.add(smaller)
             yield smaller, larger
+
+
+def _carried(store: Store, smaller: ExtentId, larger: ExtentId) -> bool:
+    """Have the larger extent promised as much; False where its pin would take too much by now. Raises OSError."""
+    with store.lock:
+        rows = store.books.row(smaller), store.books.row(larger)
+        if rows[0] is None or rows[1] is None or not _pins_fit(store, rows[0], rows[1]):
+            return False
+        name = store.books.name(rows[1])
+    carry_over(store, [smaller], name)
+    return True
+
+
+def _pins_fit(store: Store, smaller: int, larger: int) -> bool:
+    books = store.books
+    return books.is_pinned(larger, store.now_ms()) or store.promises.may_be_carried([smaller], books.place(larger)[2])
 
 
 def carry_over(store: Store, extents: Sequence[ExtentId], name: ExtentName) -> None:

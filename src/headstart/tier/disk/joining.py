@@ -248,12 +248,16 @@ class Joiner:
 
     def _infos(self, extents: Sequence[ExtentId]) -> list[ExtentInfo] | None:
         """Return what is known of extents; None where one is gone or another tenant's, or where one would outlive its time
-        beside the others, or not live so long as it is promised."""
+        beside the others, or not live so long as it is promised, or where pins would take too much."""
         books = self._store.books
         with self._store.lock:
-            infos = [books.info(row) for extent in extents if (row := books.row(extent)) is not None]
+            rows = [row for extent in extents if (row := books.row(extent)) is not None]
+            infos = [books.info(row) for row in rows]
+            pinnable = self._store.promises.may_be_carried(rows, sum(info.extent_bytes for info in infos))
         ends = [info.expires_ms for info in infos if info.expires_ms is not None]
         if len(infos) < len(extents) or len({info.tenant for info in infos}) > 1:  # each counts towards its own quota
+            return None
+        if not pinnable:
             return None
         if ends and (len({info.retention for info in infos}) > 1 or min(ends) < _firmest(infos).guaranteed_until_ms):
             return None

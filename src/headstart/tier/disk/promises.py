@@ -97,6 +97,14 @@ class Promises:
             store.counters.add("pin_failed")
             return refused
 
+    def may_be_carried(self, parts: Sequence[int], nbytes: int) -> bool:
+        """Whether pins keep to what they may take if one extent of `nbytes` is pinned as these rows are, which then go. The
+        books' lock is held."""
+        books, now_ms = self._store.books, self._store.now_ms()
+        pinned = [row for row in parts if books.is_pinned(row, now_ms)]
+        grown_bytes = nbytes - sum(books.place(row)[2] for row in pinned)
+        return not pinned or books.pinned_bytes(now_ms) + grown_bytes <= self._store.capacity_bytes // PINNED_SHARE
+
     def unpinned(self, extents: Sequence[ExtentId]) -> list[ExtentId]:
         """Return those of extents that are not pinned now."""
         store, now_ms = self._store, self._store.now_ms()
