@@ -52,10 +52,7 @@ class Reading:
         # Each segment's file is looked at once, not for every extent in it: a long prompt has some hundred.
         handles = {segment: self._hold(segment) for segment in dict.fromkeys(segments) if segment is not None}
         try:
-            leased = [
-                segment is not None and (handle := handles[segment]) is not None and self._lease(extent, handle)
-                for extent, segment in zip(extents, segments, strict=True)
-            ]
+            leased = self._lease(extents, [None if segment is None else handles[segment] for segment in segments])
         finally:
             for segment, handle in handles.items():
                 if handle is not None:
@@ -122,38 +119,46 @@ class Reading:
             rows = [books.row(extent) for extent in extents]
             return [None if row is None or books.leases(row) < 0 else books.place(row)[0] for row in rows]
 
-    def _lease(self, extent: ExtentId, handle: Handle) -> bool:
-        """Lease one extent of a segment whose file is held meanwhile."""
-        store = self._store
+    def _lease(self, extents: Sequence[ExtentId], handles: Sequence[Handle | None]) -> list[bool]:
+        """Lease extents whose files are held meanwhile, as far as there is a handle."""
+        books, first, leased = self._store.books, dict[ExtentId, _Held](), [False] * len(extents)
         with self._leasing:
-            held = self._held.get(extent)
-            place = self._count(extent, 1 if held is None else held.count + 1)
-            if place is None:
-                return False
-            if held is None:
-                segment, offset, nbytes = place
-                try:
-                    store.files.hold(segment)  # until the last lease ends
-                except StoreError:  # closed meanwhile
-                    self._count(extent, 0)
-                    return False
-                if not self._lock_range(handle, offset, nbytes):
-                    self._count(extent, 0)
-                    store.files.let_go(segment)
-                    return False
-                held = self._held[extent] = _Held(segment, offset, nbytes, handle)
-            held.count += 1
-            return True
+            with self._store.lock:
+                for at, (extent, handle) in enumerate(zip(extents, handles, strict=True)):
+                    row = books.row(extent)
+                    if handle is None or row is None or books.leases(row) < 0:
+                        continue
+                    held = self._held.get(extent)
+                    if held is None:
+                        held = self._held[extent] = first[extent] = _Held(*books.place(row), handle)
+                    held.count += 1
+                    books.set_leases(row, held.count)
+                    leased[at] = True
+            # They count as leased already: the evictor of this process locks by the same handle, and leaves them alone.
+            refused = {extent for extent, held in first.items() if not self._lock(held)}
+            for extent in refused:
+                del self._held[extent]
+                self._count(extent, 0)
+        return [ok and extent not in refused for ok, extent in zip(leased, extents, strict=True)] if refused else leased
 
-    def _count(self, extent: ExtentId, leases: int) -> tuple[Segment, int, int] | None:
-        """Tell the books how many leases an extent has; returns its place, None where it is gone or being removed."""
+    def _lock(self, held: _Held) -> bool:
+        """Hold an extent's file, and its bytes against other processes. False: somebody is removing it, or the tier closes."""
+        try:
+            self._store.files.hold(held.segment)  # until its last lease ends
+        except (OSError, StoreError):
+            return False
+        if self._lock_range(held.handle, held.offset, held.nbytes):
+            return True
+        self._store.files.let_go(held.segment)
+        return False
+
+    def _count(self, extent: ExtentId, leases: int) -> None:
+        """Tell the books how many leases an extent has, unless it is gone or being removed."""
         books = self._store.books
         with self._store.lock:
             row = books.row(extent)
-            if row is None or books.leases(row) < 0:
-                return None
-            books.set_leases(row, leases)
-            return books.place(row)
+            if row is not None and books.leases(row) >= 0:
+                books.set_leases(row, leases)
 
     def _hold(self, segment: Segment) -> Handle | None:
         """Hold a segment's file. None, and its extents are forgotten, where it is gone or is not what it was."""
