@@ -24,7 +24,6 @@ from benchmarks.harness import where_it_ran
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.policy import admission
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import Handle, RealDisk
 
@@ -41,7 +40,7 @@ class Request:
 
 
 def run(*, smoke: bool = False) -> dict[str, Any]:
-    """Return hits, amplification and bytes written a hit token, with holes and without, with and without a write budget."""
+    """Return hits, amplification and bytes written a hit token, with holes and without."""
     requests = read_trace()[: 300 if smoke else None]
     capacity_bytes = (CAPACITY_TOKENS if not smoke else 400_000) // TOKENS * PIECE_BYTES
     plain = prefix_lru(requests, blocks=capacity_bytes // PIECE_BYTES)
@@ -51,7 +50,6 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     for name, options in {
         "holes": {},
         "no holes": {"holes": False},
-        "half the writes": {"budget": 0.5},
     }.items():
         with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
             rows[name] = _replay(requests, Path(folder), capacity_bytes=capacity_bytes, plain=plain, **options)
@@ -157,7 +155,6 @@ def _replay(
     capacity_bytes: int,
     plain: Plain,
     holes: bool = True,
-    budget: float | None = None,
 ) -> dict[str, Any]:
     from headstart.policy.retention import Retention
 
@@ -173,15 +170,11 @@ def _replay(
         wall_clock=clock,
         retention=Retention.of("agent=3d..30d, chat=7d..30d", "acme=50%, beta=50%, gamma=50%"),
     )
-    # A day's budget of which this part of a day gets such a share of what the plain LRU writes.
-    part = admission.BURST + (1 - admission.BURST) * requests[-1].at_s / admission.DAY_S
-    day_bytes = None if budget is None else int(budget * plain.written * PIECE_BYTES / part)
     cache = PrefixCache(
         [tier],
         identity=Identity(weights=b"trace", architecture=b"{}"),
         representation=representation,
         match_timeout_s=30.0,
-        write_budget_bytes=day_bytes,
     )
     most = max(len(request.blocks) for request in requests)
     destination = _Destination(most)
