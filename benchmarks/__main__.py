@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import attention, devices, harness, hit, index, joining, overhead, store, trace, write
+from benchmarks import attention, budget, devices, harness, hit, index, joining, overhead, store, trace, write
 
 BENCHMARKS = {
     "attention": attention,
+    "budget": budget,
     "devices": devices,
     "hit": hit,
     "index": index,
