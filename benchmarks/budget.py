@@ -1,7 +1,7 @@
 """What a write budget costs in hits, simulated: a prefix LRU over the conversation trace that writes only what is admitted.
 
-Rules: `policy.admission`; first come, first written; and a second sight, which needs no budget and writes what it writes. As on any
-day of a long life nothing of the budget is left over at the start, and over the trace as much accrues as the share says.
+Rules: `policy.admission`; first come, first written; and a second sight, which needs no budget and writes what it writes. As on
+any day of a long life nothing of the budget is left over at the start, and over the trace as much accrues as the share says.
 """
 
 from __future__ import annotations
