@@ -54,7 +54,7 @@ def test_a_quota_is_a_size_or_a_share_and_nobody_without_a_name_has_one() -> Non
     ("key", "text", "said"),
     [
         ("retention", "agent=3x..", "3x"),
-        ("retention", "agent=3d", "3d..30d"),
+        ("retention", "agent=3d", "7d..30d"),
         ("retention", "agent", "agent"),
         ("retention", "agent=3d..1d", "ceiling is below"),
         ("retention", "agent=0s..0s", "ceiling is below"),

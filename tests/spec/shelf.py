@@ -138,7 +138,7 @@ class Shelf:
             if self.faulty_disk.died.wait(0.001):
                 return False
             if all(ticket.done for ticket in tickets):
-                return True
+                return not self.faulty_disk.died.is_set()  # dying ends tickets as well
         raise AssertionError("neither dead nor done")
 
     def damage(self, kv: FakeKV, *, at: float) -> None:
