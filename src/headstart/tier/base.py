@@ -48,7 +48,8 @@ DEFAULT_TERMS = Terms()
 class ExtentInfo:
     """What a tier remembers of one extent. Times are milliseconds since 1970, for people and for promises; order is
     `last_used`. `guaranteed_until_ms`: until then it is not evicted while anything else may go. `expires_ms`: when it goes
-    whether or not there is room, unless what continues it is younger; None: never. `pinned_until_ms`: None where it is not pinned."""
+    whether or not there is room, unless what continues it is younger; None: never. `pinned_until_ms`: None where it is not
+    pinned."""
 
     id: ExtentId
     representation: bytes
