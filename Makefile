@@ -24,7 +24,7 @@ check: $(VENV)/.installed  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed  ## the benchmarks whose tables are in docs/benchmarks.md (quarter of an hour, on a quiet machine)
+bench: $(VENV)/.installed  ## the benchmarks whose tables are in docs/benchmarks.md (three quarters of an hour, on a quiet machine)
 	$(BIN)/python -m benchmarks $(BENCH)
 
 soak: $(VENV)/.installed  ## long random runs: crashes, faults, state machines

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import paired_ratio, where_it_ran
+from benchmarks.harness import benchmark_home, paired_ratio, where_it_ran
 from benchmarks.stored import IDENTITY, SMOLLM2, Destination, Prefix, touched
 from headstart.block.keys import BLOCK_TOKENS, chain_keys
 from headstart.cache.prefix_cache import PrefixCache
@@ -42,8 +42,7 @@ def run(*, smoke: bool = False, rounds: int = 10, nbytes: int = 600 << 20) -> di
         rounds, nbytes = 1, 240 << 20
     if (reason := _cannot()) is not None:
         return {"skipped": reason}
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=home)))
         group = stack.enter_context(_group())

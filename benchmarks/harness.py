@@ -39,6 +39,13 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], *, 
     return Ratio(statistics.median(ratios), medians[100], medians[-101], len(ratios))
 
 
+def benchmark_home() -> Path:
+    """Return where benchmarks make their directories: on the disk that the cache is on by default."""
+    home = Path("~/.cache/headstart").expanduser()
+    home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
 def where_it_ran(directory: Path) -> dict[str, Any]:
     """Return CPU, memory, disk, kernel, Python and commit of this run."""
     return {

@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import where_it_ran
+from benchmarks.harness import benchmark_home, where_it_ran
 from headstart.cli.demo import run_demo
 
 
 def run(*, smoke: bool = False, rounds: int = 5) -> dict[str, Any]:
     """Return what the demo measured and where."""
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         result = run_demo("smollm2-135m", rounds=1 if smoke else rounds, folder=Path(folder), say=print)
         return {"where": where_it_ran(Path(folder)), **asdict(result)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import where_it_ran
+from benchmarks.harness import benchmark_home, where_it_ran
 from benchmarks.paper import CAPACITY_BYTES, IDENTITY, SMALL, Paper, build
 from headstart.cache import PrefixCache
 from headstart.tier.disk import DiskTier
@@ -40,8 +40,7 @@ _CHILD = "import sys; from benchmarks.index import {0}; {0}(*sys.argv[1:])"
 
 def run(*, smoke: bool = False) -> dict[str, Any]:
     """Return bytes a block, seconds to open, and milliseconds to match and of pauses."""
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     blocks, rounds = (20_000, 1) if smoke else (1_000_000, 7)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         return {

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Ratio, paired_ratio, where_it_ran
+from benchmarks.harness import Ratio, benchmark_home, paired_ratio, where_it_ran
 from benchmarks.stored import IDENTITY, MLA, SMOLLM2, Destination, Prefix, touched
 from benchmarks.trace import TOKENS, read_trace
 from headstart.block.keys import BLOCK_TOKENS, chain_keys
@@ -140,8 +140,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
         }
         for model, representation in MODELS.items()
     }
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         measured = _measure(
             [_without_head(session) for session in sessions],

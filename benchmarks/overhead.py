@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import paired_ratio, where_it_ran
+from benchmarks.harness import benchmark_home, paired_ratio, where_it_ran
 from headstart.config import CacheConfig, Config, prefer_sleeping_threads
 
 
@@ -24,8 +24,7 @@ def run(*, smoke: bool = False, pairs: int = 20, prompt_tokens: int = 512, outpu
     if smoke:
         pairs, prompt_tokens, output_tokens = 1, 128, 4
     prefer_sleeping_threads()
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         cache = CacheConfig(directory=Path(folder), capacity="8GiB")
         samples = _measure(Config(cache=cache), pairs=pairs, prompt_tokens=prompt_tokens, output_tokens=output_tokens)

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import fio
-from benchmarks.harness import Ratio, paired_ratio, where_it_ran
+from benchmarks.harness import Ratio, benchmark_home, paired_ratio, where_it_ran
 from benchmarks.stored import IDENTITY, MLA, SMOLLM2, Destination, Prefix, touched
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.tier import page_cache
@@ -54,8 +54,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     if version is None:
         return {"skipped": fio.MISSING}
     nbytes, rounds = (160 << 20, 2) if smoke else (GIB, ROUNDS)
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     rng = random.Random(3)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as name:
         folder = Path(name)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import where_it_ran
+from benchmarks.harness import benchmark_home, where_it_ran
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
@@ -44,8 +44,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     requests = read_trace()[: 300 if smoke else None]
     capacity_bytes = (CAPACITY_TOKENS if not smoke else 400_000) // TOKENS * PIECE_BYTES
     plain = prefix_lru(requests, blocks=capacity_bytes // PIECE_BYTES)
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     rows = {}
     for name, options in {
         "holes": {},

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import fio
-from benchmarks.harness import Ratio, paired_ratio, where_it_ran
+from benchmarks.harness import Ratio, benchmark_home, paired_ratio, where_it_ran
 from benchmarks.stored import IDENTITY, SMOLLM2, Destination, Prefix, QuietTier, touched
 from headstart.cache.prefix_cache import PrefixCache
 
@@ -42,8 +42,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     if version is None:
         return {"skipped": fio.MISSING}
     nbytes, rounds = (256 << 20, 2) if smoke else (GIB, ROUNDS)
-    home = Path("~/.cache/headstart").expanduser()
-    home.mkdir(parents=True, exist_ok=True)
+    home = benchmark_home()
     rng = random.Random(4)
     prefix = Prefix.of(SMOLLM2, BLOCKS, nbytes)
     extent_bytes = prefix.extent_bytes()
