@@ -14,17 +14,34 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy. `top_p` in (0, 1], `top_k` 0 means all. Equal seeds give equal tokens for equal logits."""
+    """temperature 0 is greedy. `top_p` in (0, 1], `top_k` 0 means all, `min_p` in [0, 1): tokens with less than that share of
+    the best one's probability are never drawn. Equal seeds give equal tokens for equal logits.
+
+    Penalties act on logits before anything else and hold for greedy answers too. `presence_penalty` and `frequency_penalty`
+    (-2 … 2, 0 is none) count the answer's tokens, as OpenAI defines them; `repetition_penalty` (above 0, 1 is none) divides
+    positive and multiplies negative logits of every token of prompt and answer, as Hugging Face defines it. `logit_bias`:
+    (token, what is added to its logit)."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted. `salt` keeps tenants apart."""
+    """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted. `salt` keeps tenants apart.
+
+    `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
+    `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
+    conversation, by any name; tenants of one priority are served in fair turns. `retention`: the class in which what is
+    computed is kept. `deadline_s`: seconds from submit after which the request ends with finish "abort". `adapter`: name of
+    one of `EngineInfo.adapters`, None for the plain model."""
 
     id: str
     prompt: tuple[int, ...]
@@ -33,6 +50,27 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     salt: str | None = None
     use_cache: bool = True
+    logprobs: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+    retention: str = "default"
+    deadline_s: float | None = None
+    adapter: str | None = None
+
+
+LoadChoice = Literal["miss", "load", "compute", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """What was decided for a stored prefix before anything was read, and by which estimates, in seconds until the suffix may
+    begin. "mixed": its beginning is computed while its end is loaded. None: nothing was measured yet, or nothing matched."""
+
+    choice: LoadChoice
+    matched_tokens: int = 0
+    load_s: float | None = None
+    compute_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +88,9 @@ class Receipt:
     first_token_s: float | None  # from submit to the first token
     total_s: float
     notes: tuple[str, ...] = field(default=())
+    decision: LoadDecision = LoadDecision("miss")
+    preemptions: int = 0  # how often it gave its place to another and went on later
+    longest_gap_s: float = 0.0  # between two of its tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -57,14 +98,24 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logs of probabilities under the model's own distribution, before temperature, penalties and cuts: the token's,
+    and those of the likeliest ones, best first."""
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One step of an answer. `token` is None on a last event that carries no token. The last event has `finish` and the
-    receipt; `error` is one sentence when finish is "error"."""
+    receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for them and there is a token."""
 
     token: int | None
     finish: FinishReason | None = None
     receipt: Receipt | None = None
     error: str | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +128,7 @@ class EngineInfo:
     layers: int
     kv_bytes_per_token: int
     cache: str  # one sentence: what is cached where, or why not
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
