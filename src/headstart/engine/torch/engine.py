@@ -28,7 +28,7 @@ from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.prefix import Outcome, PrefixBridge
-from headstart.engine.torch.sampler import Sampler, choose
+from headstart.engine.torch.sampler import Choice, Sampler, choose
 from headstart.engine.torch.scheduler import Work, plan_step
 from headstart.engine.torch.sequence import Sequence
 from headstart.engine.torch.sharing import BranchKV, Offer, best_offer
@@ -96,7 +96,13 @@ class TorchEngine:
             submitted_s=time.monotonic(),
             max_tokens=min(request.max_tokens, self.info.context_tokens - len(request.prompt)),
             tokens=list(request.prompt),
-            sampler=Sampler(request.sampling),
+            sampler=Sampler(
+                request.sampling,
+                prompt=request.prompt,
+                logprobs=request.logprobs,
+                min_tokens=request.min_tokens,
+                stop_ids=request.stop_ids,
+            ),
             use_cache=request.use_cache and self._bridge is not None,
         )
         with self._lock:
@@ -395,10 +401,10 @@ class TorchEngine:
             if item.sequence.load is not None:  # every layer of it was waited for, so all of it is good
                 self._adopt(item.sequence, item.sequence.load.outcome())
             item.sequence.computed += item.count
-        for sequence, token in zip(complete, chosen, strict=True):
+        for sequence, choice in zip(complete, chosen, strict=True):
             if sequence.aborted:
                 continue  # its last event comes before the next step
-            self._deliver(sequence, token)
+            self._deliver(sequence, choice)
             if sequence.generated == 1 and not sequence.ended:
                 self._save(sequence)  # the prompt; only now, so that the first token does not wait for it
 
@@ -421,11 +427,12 @@ class TorchEngine:
                     if load.overdue or self._closing or self._mail:
                         raise _Abandoned from error
 
-    def _deliver(self, sequence: Sequence, token: int | str) -> None:
-        if isinstance(token, str):
+    def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
+        if isinstance(choice, str):
             self._counters.add("choice_faults")
-            self._end(sequence, "error", error=token)
+            self._end(sequence, "error", error=choice)
             return
+        token = choice.token
         if sequence.first_token_s is None:
             sequence.first_token_s = time.monotonic()
         if token in sequence.request.stop_ids:
@@ -434,9 +441,9 @@ class TorchEngine:
         sequence.tokens.append(token)
         self._counters.add("generated_tokens")
         if sequence.generated == sequence.max_tokens:
-            self._end(sequence, "length", token=token)
+            self._end(sequence, "length", last=choice)
         else:
-            self._emit(sequence, TokenEvent(token))
+            self._emit(sequence, TokenEvent(token, logprobs=choice.logprobs))
 
     def _save(self, sequence: Sequence) -> None:
         """Give what is computed to the cache, if it is more full blocks than were given before."""
@@ -450,8 +457,8 @@ class TorchEngine:
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
-    def _end(self, sequence: Sequence, finish: FinishReason, *, token: int | None = None, error: str | None = None) -> None:
-        """Save what is good, free everything, send the last event. Once, from any state."""
+    def _end(self, sequence: Sequence, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
+        """Save what is good, free everything, send the last event, with a `last` token or none. Once, from any state."""
         if sequence.ended:
             return
         sequence.ended = True
@@ -469,7 +476,8 @@ class TorchEngine:
             with self._lock:
                 self._known.pop(sequence.request.id, None)
             self._counters.add(f"finished_{finish}")
-            self._emit(sequence, TokenEvent(token, finish=finish, receipt=sequence.receipt(time.monotonic()), error=error))
+            token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
+            self._emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
 
     def _end_all(self, finish: FinishReason, error: str | None) -> None:
         with self._lock:
