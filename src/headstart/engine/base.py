@@ -109,7 +109,8 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One step of an answer. `token` is None on a last event that carries no token. The last event has `finish` and the
-    receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for them and there is a token."""
+    receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for them and a token is
+    there."""
 
     token: int | None
     finish: FinishReason | None = None
