@@ -153,8 +153,5 @@ def _completion_token(token: bytes) -> str:
 
 
 def _text(token: bytes) -> str:
-    """Return the token's text; of a part of a character its bytes, as OpenAI writes them."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in token)
+    """Return the token's text; bytes that are no character stand as OpenAI writes them, \\xe2."""
+    return token.decode("utf-8", "backslashreplace")
