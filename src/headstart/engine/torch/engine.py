@@ -26,6 +26,7 @@ from torch import Tensor
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor
 from headstart.engine.torch.kv_memory import KVMemory
@@ -62,13 +63,15 @@ class TorchEngine:
         max_running: int = 8,
         chunk_tokens: int = 1024,
         load_timeout_s: float = 30.0,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: for a model that was made so; see there."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
         self.cache = cache
         self._memory = memory
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = CHUNK_TOKENS if deterministic else chunk_tokens
         self._counters = Counters()
         self._roster = roster = Roster()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # under the roster's lock, too
@@ -76,8 +79,8 @@ class TorchEngine:
         if cache is not None:
             self._bridge = PrefixBridge(cache, memory, timeout_s=load_timeout_s, wake=roster.wake.set)
         self._loads = Loads(roster, self._bridge, self._counters)
-        self._endings = Endings(roster, self._loads, self._bridge, self._counters)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters)
+        self._endings = Endings(roster, self._loads, self._bridge, self._counters, piece_tokens=memory.shape.piece_tokens)
+        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, alone=deterministic)
         self._admission = Admission(
             roster,
             memory,
@@ -87,6 +90,7 @@ class TorchEngine:
             self._counters,
             max_running=max_running,
             patience_s=load_timeout_s,
+            share=not deterministic,
         )
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()
