@@ -79,7 +79,6 @@ def test_what_was_measured_long_ago_is_tried_again() -> None:
 
 def test_what_others_wait_for_comes_first() -> None:
     assert plan(on_disk(1024), reading=disk(2e8)).choice == "load"
-    assert plan(on_disk(1024), reading=disk(2e8, asked_bytes=400_000_000)).choice == "mixed"
     assert plan(on_disk(1024), reading=disk(2e8, asked_bytes=40_000_000_000)).choice == "compute"
 
 

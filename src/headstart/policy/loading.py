@@ -95,7 +95,7 @@ def plan_load(
 
     Where all speeds are known, the plan's own estimate is not above that of loading all or of computing all, but for UNFELT_S."""
     tokens = sum(stretch.tokens for stretch in stretches)
-    lead = _lead(stretches)
+    lead = lead_tokens(stretches)
     asked = [stretch for stretch in stretches if not stretch.always]
     known = computing is not None and all(stretch.tier in reading for stretch in asked)
     compute_s = None if computing is None else computing.seconds(lead, tokens)
@@ -120,6 +120,11 @@ def plan_load(
     if loads:
         return Plan("load", tokens, load_s, compute_s, suffix_s, if_loaded)
     return Plan("compute", lead, load_s, compute_s, suffix_s, if_computed)
+
+
+def lead_tokens(stretches: Sequence[Stretch]) -> int:
+    """Return how many tokens lie before the first that is not loaded in any case."""
+    return sum(stretch.tokens for stretch in stretches[: _leading(stretches)])
 
 
 def too_slow(
@@ -176,10 +181,6 @@ def range_tokens(tokens: int, *, nbytes: int, reading: Reading | None, piece_tok
 
 def _leading(stretches: Sequence[Stretch]) -> int:
     return next((i for i, stretch in enumerate(stretches) if not stretch.always), len(stretches))
-
-
-def _lead(stretches: Sequence[Stretch]) -> int:
-    return sum(stretch.tokens for stretch in stretches[: _leading(stretches)])
 
 
 def _tail_s(stretches: Sequence[Stretch], first: int, reading: Mapping[str, Reading]) -> float:
