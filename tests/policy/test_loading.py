@@ -39,9 +39,7 @@ def in_memory(tokens: int) -> Stretch:
 
 
 def plan(*stretches: Stretch, reading: dict[str, Reading], suffix: int = 64, computing: Computing | None = COMPUTING) -> Plan:
-    return plan_load(
-        stretches, suffix_tokens=suffix, layers=30, piece_tokens=PIECE, computing=computing, reading=reading
-    )
+    return plan_load(stretches, suffix_tokens=suffix, layers=30, piece_tokens=PIECE, computing=computing, reading=reading)
 
 
 def test_a_fast_disk_is_loaded_a_middling_one_mixed_and_a_hopeless_one_left_alone() -> None:
@@ -52,7 +50,9 @@ def test_a_fast_disk_is_loaded_a_middling_one_mixed_and_a_hopeless_one_left_alon
 def test_mixing_beats_both_where_they_are_close() -> None:
     mixed = plan(on_disk(7488), reading=disk(1.0e7))
     assert mixed.choice == "mixed"
-    assert mixed.load_s is not None and mixed.compute_s is not None and mixed.chosen_s is not None
+    assert mixed.load_s is not None
+    assert mixed.compute_s is not None
+    assert mixed.chosen_s is not None
     assert 0.8 < mixed.load_s / mixed.compute_s < 1.25
     assert mixed.chosen_s < 0.6 * min(mixed.load_s, mixed.compute_s)
 
@@ -70,6 +70,22 @@ def test_memory_is_always_loaded() -> None:
     assert led.compute_s == COMPUTING.seconds(640, 7040)
     behind = plan(on_disk(640), in_memory(6400), reading=disk(1e3))
     assert (behind.choice, behind.at_once_tokens) == ("mixed", 0)  # the disk's part is computed, memory's is read
+
+
+def test_what_is_of_use_only_as_a_whole_is_loaded_or_computed() -> None:
+    def choice(rate: float) -> tuple[str, int]:
+        one = plan_load(
+            [in_memory(640), on_disk(6848)],
+            suffix_tokens=64,
+            layers=30,
+            piece_tokens=PIECE,
+            computing=COMPUTING,
+            reading=disk(rate),
+            in_parts=False,
+        )
+        return one.choice, one.at_once_tokens
+
+    assert [choice(rate) for rate in (2e9, 2e7, 8e6, 2e6)] == [("load", 7488), ("load", 7488), ("compute", 0), ("compute", 0)]
 
 
 def test_what_was_measured_long_ago_is_tried_again() -> None:
@@ -125,13 +141,15 @@ def test_a_plan_is_never_slower_than_the_better_pure_choice(
     if chosen.chosen_s is None:
         assert all(stretch.always for stretch in situation["stretches"])  # type: ignore[attr-defined]
         return
-    assert chosen.load_s is not None and chosen.compute_s is not None
+    assert chosen.load_s is not None
+    assert chosen.compute_s is not None
     ahead: float = situation["ahead_s"]  # type: ignore[assignment]
     layers: int = situation["layers"]  # type: ignore[assignment]
     loaded = max(chosen.load_s + chosen.suffix_s / layers, max(chosen.load_s / layers, ahead) + chosen.suffix_s)
     computed = ahead + chosen.compute_s + chosen.suffix_s
     memory_behind = chosen.choice == "mixed" and any(
-        stretch.always and i for i, stretch in enumerate(situation["stretches"])  # type: ignore[arg-type]
+        stretch.always and i
+        for i, stretch in enumerate(situation["stretches"])  # type: ignore[arg-type]
     )
     if not memory_behind:  # where memory is read at all events, which both then do
         assert chosen.chosen_s <= min(loaded, computed) + UNFELT_S + 1e-6 * computed
@@ -204,9 +222,7 @@ def test_strides_end_near_where_both_meet_and_compute_little_in_vain() -> None:
     tokens, rate = 7488, 8e6
     at, left, now = 0, tokens, 0.0
     while at < left:
-        count = stride(
-            left - at, first=at, loading_s=(left - at) * TOKEN_BYTES / rate, computing=COMPUTING, piece_tokens=PIECE
-        )
+        count = stride(left - at, first=at, loading_s=(left - at) * TOKEN_BYTES / rate, computing=COMPUTING, piece_tokens=PIECE)
         now += COMPUTING.seconds(at, at + count) or PIECE * TOKEN_BYTES / rate
         at += count
         left = tokens - int(now * rate / TOKEN_BYTES) // PIECE * PIECE

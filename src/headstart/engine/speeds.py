@@ -1,7 +1,7 @@
 """How fast this engine computes prompts and its tiers are read, measured while serving. Safe from several threads.
 
-A tier's rate is what came while anything was asked of it, over that time, so loads that share it do not look slow. What is not there
-when nobody waits for it any longer counts too, as if it had come just then: a device that hangs never ends a read to be measured.
+A tier's rate is what came while anything was asked of it, over that time, so loads that share it do not look slow. What is not
+there when nobody waits for it any longer counts too, as if it had come just then: a device that hangs never ends a read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _SAMPLES = 32
 _ENOUGH = 3  # samples before a tier's speed counts as known, …
 _ENOUGH_S = 1.0  # … or seconds of them
 _STALE_S = 60.0
+_LATE_S = 0.2  # what takes less is no news about a tier that nothing is known of
 _SHORTEST_S = 0.05  # reads that end in quick succession were under way together: one sample
 
 
 class Speeds:
-    """`counters` get how far estimates were off: `<what>_estimated_ms` and `<what>_estimate_off_ms`."""
+    """`counters` get what was estimated and by how much that was off."""
 
     def __init__(self, counters: Counters, *, chunk_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
@@ -38,8 +39,8 @@ class Speeds:
         self._tiers: dict[str, _Tier] = {}
 
     def passed(self, rows: int, row_keys: float, seconds: float, *, settled: bool = True, first: bool = False) -> None:
-        """Note a forward pass of `rows` rows that saw `row_keys` keys in all. `settled`: its end was waited for, and with it that
-        of those before it; a device may still be at it otherwise. `first`: while warming up."""
+        """Note a forward pass of `rows` rows that saw `row_keys` keys in all. `settled`: its end was waited for, and with it
+        that of those before it; a device may still be at it otherwise. `first`: while warming up."""
         with self._lock:
             rows_, row_keys_, passes_, seconds_ = self._unsettled
             self._unsettled = (rows_ + rows, row_keys_ + row_keys, passes_ + 1, seconds_ + seconds)
@@ -50,7 +51,9 @@ class Speeds:
             if seconds <= 0:
                 return
             if self._computing is not None and not first:
-                self.estimated("compute", self._computing.speed.seconds(*quantities), seconds)
+                estimate_s = self._computing.speed.seconds(*quantities)
+                self._counters.add("compute_estimated_ms", round(1000 * estimate_s))
+                self._counters.add("compute_estimate_off_ms", round(1000 * abs(seconds - estimate_s)))
             (self._first_passes if first else self._passes).append(Sample(tuple(quantities), seconds))
             self._computing = None
             speed = fitted([*self._first_passes, *self._passes])
@@ -73,8 +76,8 @@ class Speeds:
         with self._lock:
             self._tiers.setdefault(tier, _Tier()).began(nbytes, self._clock())
 
-    def came(self, tier: str, nbytes: int, *, asked_bytes: int) -> None:
-        """Note that a load has ended, with so many bytes of those that it had asked for."""
+    def came(self, tier: str, nbytes: int | None, *, asked_bytes: int) -> None:
+        """Note that a load has ended, with so many bytes of those that it had asked for; None: that tells nothing."""
         with self._lock:
             self._tiers[tier].ended(asked_bytes, nbytes, self._clock())
 
@@ -83,9 +86,10 @@ class Speeds:
         with self._lock:
             self._tiers[tier].late(nbytes, self._clock())
 
-    def estimated(self, what: str, estimate_s: float, seconds: float) -> None:
-        self._counters.add(f"{what}_estimated_ms", round(1000 * estimate_s))
-        self._counters.add(f"{what}_estimate_off_ms", round(1000 * abs(seconds - estimate_s)))
+    def loaded(self, seconds: float, *, estimate_s: float) -> None:
+        """Note that a load took so long."""
+        self._counters.add("load_estimated_ms", round(1000 * estimate_s))
+        self._counters.add("load_estimate_off_ms", round(1000 * abs(seconds - estimate_s)))
 
 
 class ReadAccount:
@@ -93,6 +97,7 @@ class ReadAccount:
     ended. Of memory only where nothing else is asked."""
 
     def __init__(self, speeds: Speeds, stretches: Sequence[Stretch], first: int, end: int) -> None:
+        self.cancelled = False  # what comes is then no measure of anything
         self._speeds = speeds
         parts = list(_within(stretches, first, end))
         asked = [part for part in parts if not part.always] or parts
@@ -113,7 +118,7 @@ class ReadAccount:
         asked = sum(self._bytes.values())
         came = min(asked, max(0, nbytes - self._aside))
         for tier, its in self._bytes.items():
-            self._speeds.came(tier, came * its // max(1, asked), asked_bytes=its)
+            self._speeds.came(tier, None if self.cancelled else came * its // max(1, asked), asked_bytes=its)
 
 
 def _within(stretches: Sequence[Stretch], first: int, end: int) -> Iterator[Stretch]:
@@ -144,15 +149,20 @@ class _Tier:
         self.under_way += 1
         self.asked_bytes += nbytes
 
-    def ended(self, asked_bytes: int, nbytes: int, now: float) -> None:
+    def ended(self, asked_bytes: int, nbytes: int | None, now: float) -> None:
         self.under_way -= 1
         self.asked_bytes -= asked_bytes
+        if nbytes is None:
+            self.mark_s, self.starts, self.came_bytes = now, 0, 0
+            return
         self.came_bytes += nbytes
         if now - self.mark_s >= _SHORTEST_S or not self.under_way:
             self._sample(self.came_bytes, now)
 
     def late(self, nbytes: int, now: float) -> None:
-        if self.under_way:
+        seconds = now - self.mark_s
+        expected_s = _LATE_S if self.speed is None else self.speed.seconds(nbytes, self.starts)
+        if self.under_way and seconds > expected_s:
             self._sample(max(nbytes, self.came_bytes), now)
 
     def _sample(self, nbytes: int, now: float) -> None:

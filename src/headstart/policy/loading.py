@@ -5,8 +5,8 @@
     mixed     │ lead ▶ computed ──────────▶ meet ◀────────────────── read from the end │ suffix
 
 Memory is always loaded; the `lead` is what of the prompt's beginning lies there. Estimates take a tier's reads to be as slow as
-they are found to be at times (`Reading.seconds`). Before a tier's speed is known its prefixes are loaded, and given up soon if they
-do not come (`too_slow`). In "mixed" no estimate has to be right: both sides go on until they meet.
+they are found to be at times (`Reading.seconds`). Before a tier's speed is known its prefixes are loaded, and given up soon if
+they do not come (`too_slow`). In "mixed" no estimate has to be right: both sides go on until they meet.
 """
 
 from __future__ import annotations
@@ -90,15 +90,18 @@ def plan_load(
     computing: Computing | None,
     reading: Mapping[str, Reading],
     ahead_s: float = 0.0,
+    in_parts: bool = True,
 ) -> Plan:
-    """Return how the matched `stretches` get into a request's KV. `ahead_s`: computing for others that goes before.
+    """Return how the matched `stretches` get into a request's KV. `ahead_s`: computing for others that goes before. `in_parts`:
+    a part of what matched is of use without the rest.
 
-    Where all speeds are known, the plan's own estimate is not above that of loading all or of computing all, but for UNFELT_S."""
+    Where all speeds are known, the plan's own estimate is not above that of loading all or of computing all, but for UNFELT_S.
+    """
     tokens = sum(stretch.tokens for stretch in stretches)
     lead = lead_tokens(stretches)
     asked = [stretch for stretch in stretches if not stretch.always]
     known = computing is not None and all(stretch.tier in reading for stretch in asked)
-    compute_s = None if computing is None else computing.seconds(lead, tokens)
+    compute_s = None if computing is None else computing.seconds(lead if in_parts else 0, tokens)
     if computing is None or compute_s is None or not known or not asked:
         load_s = _tail_s(stretches, 0, reading) if known else None
         suffix_s = 0.0 if computing is None else computing.seconds(tokens, tokens + suffix_tokens)
@@ -111,6 +114,9 @@ def plan_load(
         stretches, lead, piece_tokens=piece_tokens, computing=computing, reading=reading, ahead_s=ahead_s
     )
     loads = if_loaded - UNFELT_S <= if_computed
+    if not in_parts:
+        chosen_s = if_loaded if loads else if_computed
+        return Plan("load" if loads else "compute", tokens if loads else 0, load_s, compute_s, suffix_s, chosen_s)
     best = if_loaded if loads else if_computed
     # What lies in memory behind what is computed is loaded all the same, and a tier's speed is not forgotten for good.
     reads_anyway = any(stretch.always for stretch in stretches[_leading(stretches) :])
@@ -136,8 +142,8 @@ def too_slow(
     plan: Plan,
     least_s: float,
 ) -> bool:
-    """Return whether a load of all of a prefix is to be given up, `now_s` after its start: its next layer is late, or at its rate
-    computing and reading from the end would be through sooner. `arrived` layers were there after `arrived_s`.
+    """Return whether a load of all of a prefix is to be given up, `now_s` after its start: its next layer is late, or at its
+    rate computing and reading from the end would be through sooner. `arrived` layers were there after `arrived_s`.
 
     Lateness costs 3 % of the time that computing would take, or `least_s` where that is more."""
     if plan.compute_s is None or arrived >= layers:
@@ -169,8 +175,8 @@ def stride(gap_tokens: int, *, first: int, loading_s: float | None, computing: C
 
 
 def range_tokens(tokens: int, *, nbytes: int, reading: Reading | None, piece_tokens: int) -> int:
-    """Return how long the ranges are in which `tokens` tokens of `nbytes` are read from the end: whole pieces, short enough that
-    little is lost where computing arrives first, long enough for a device's rate."""
+    """Return how long the ranges are in which `tokens` tokens of `nbytes` are read from the end: whole pieces, short enough
+    that little is lost where computing arrives first, long enough for a device's rate."""
     least, most = _RANGE_BYTES
     worth = least
     if reading is not None and reading.speed.costs[0] > 0:

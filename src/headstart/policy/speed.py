@@ -2,9 +2,9 @@
 
     seconds ≈ cost₁·quantity₁ + cost₂·quantity₂ + …      none of the costs below 0
 
-Of a forward pass the quantities are (rows, rows × keys before them, passes), of reading (bytes, starts). They add up over what is
-done together, so a pass that prefills beside decoding is a sample like any other. What several of them would explain equally well
-is put down to the first.
+Of a forward pass the quantities are (rows, rows × keys before them, passes), of reading (bytes, starts). They add up over what
+is done together, so a pass that prefills beside decoding is a sample like any other. What several of them would explain equally
+well is put down to the first.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ def _non_negative(work: npt.NDArray[np.float64], weights: npt.NDArray[np.float64
     for count in range(1, work.shape[1] + 1):
         for which in combinations(range(work.shape[1]), count):
             some = rows[:, which]
-            costs = np.linalg.solve(some.T @ some + _RIDGE * np.eye(count), some.T @ wanted)
-            if (costs < 0).any():
+            some_costs = np.linalg.solve(some.T @ some + _RIDGE * np.eye(count), some.T @ wanted)
+            if (some_costs < 0).any():
                 continue
-            error = float(np.sum((some @ costs - wanted) ** 2))
+            error = float(np.sum((some @ some_costs - wanted) ** 2))
             if error < least - _BETTER * float(wanted @ wanted):
                 best, least = np.zeros(work.shape[1]), error
-                best[list(which)] = costs
-    return best / size
+                best[list(which)] = some_costs
+    costs: npt.NDArray[np.float64] = best / size
+    return costs
 
 
 def _weighted_median(values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> float:

@@ -3,9 +3,9 @@
     0 ── lead ──▶ computed ──▶ claimed           lowest ◀── loaded ── tokens
                                         ◀─ range ─┘◀─ range (under way, each into memory of its own)
 
-So no speed has to be known, nor stay as it was: what reading does not bring in time is computed. Ranges go to the request's KV once
-they are there, in order and in front of nothing that was computed, so no read can touch what the engine is at, and a read that never
-ends holds its range's memory and nothing else.
+So no speed has to be known, nor stay as it was: what reading does not bring in time is computed. Ranges are copied to the
+request's KV once they are there, in order from the end and never over what is computed, so no read can touch what the engine is
+at, and a read that never ends holds its range's memory and nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.prefix_load import MEMORY, Outcome, PrefixLoad
 from headstart.policy.loading import Plan, Stretch, stride
 
+_LOOK_S = 0.02
 _AT_ONCE = 2  # ranges under way: one is being read while the next is asked for
 
 
@@ -48,6 +49,7 @@ class Meeting:
         self.plan = plan
         self.tokens = lease.tokens
         self.lead = lead
+        self._lead_outcome: Outcome | None = None
         self.started_s = time.monotonic()
         self._lease = lease
         self._kv = kv
@@ -64,11 +66,11 @@ class Meeting:
         self._asked = lease.tokens  # from here on all was asked for
         self._under_way: list[_Range] = []
         self._landed: dict[int, _Range] = {}  # by end; those that wait for one behind them
-        self._failed = False  # something before `lowest` cannot be read: the rest is computed
+        self._lost = 0  # what ends here or before cannot join any more: something behind it could not be read
         self._over = False
         self._memory_tokens = 0
         self._bytes_read = 0
-        self._moved_s = self.started_s  # when either side last came nearer
+        self._landed_s = self.started_s  # when reading last brought something
         self._more()
 
     # For the engine's thread.
@@ -77,45 +79,52 @@ class Meeting:
         """Return how many tokens from `computed` on are to be computed next; 0: wait, or they have met."""
         if self.lead is not None:
             return 0
-        self._more()
         with self._lock:
-            gap, reading = self._lowest - computed, bool(self._under_way)
+            gap, reading = self._lowest - computed, any(one.end > self._lost for one in self._under_way)
         if gap <= 0 or not reading:
             return max(0, gap)
-        computing = self._speeds.computing
-        count = stride(gap, first=computed, loading_s=self._loading_s(gap), computing=computing, piece_tokens=BLOCK_TOKENS)
-        if count == 0 and time.monotonic() >= self.deadline_s:
-            return min(gap, BLOCK_TOKENS)  # it did not come sooner
-        return count
+        return stride(
+            gap,
+            first=computed,
+            loading_s=self._loading_s(gap),
+            computing=self._speeds.computing,
+            piece_tokens=BLOCK_TOKENS,
+        )
 
     @property
     def deadline_s(self) -> float:
-        """Until when nothing is computed, where what is missing should come sooner: as long as computing a piece takes."""
-        computing = self._speeds.computing
-        if self.lead is not None or computing is None:
-            return time.monotonic() + 1.0
-        return self._moved_s + computing.seconds(self._claimed, self._claimed + BLOCK_TOKENS)
+        """When to look again whether waiting still pays."""
+        return time.monotonic() + _LOOK_S
+
+    def take_lead(self) -> int:
+        """Take over the lead, which is done; return how many tokens it brought."""
+        assert self.lead is not None
+        lead, self.lead = self.lead, None
+        self._lead_outcome = lead.outcome()
+        lead.release()
+        return self._lead_outcome.tokens
+
+    def go_on(self) -> None:
+        """Ask for more, where there was no memory for it before."""
+        self._more()
 
     def claim(self, end: int) -> None:
         """The tokens before `end` are being computed from now on: nothing that was read goes there."""
         with self._lock:
             self._claimed = max(self._claimed, end)
-            self._moved_s = time.monotonic()
 
     def met(self, computed: int) -> bool:
         return self.lead is None and computed >= self._lowest
 
-    def outcome(self, lead: Outcome | None) -> Outcome:
-        """Return what was read and used, once both have met. `lead`: what became of the lead."""
+    def outcome(self) -> Outcome:
+        """Return what was read and used, once both have met."""
+        lead = self._lead_outcome
         with self._lock:
             tokens = self.tokens - self._lowest
-            bytes_read, memory_tokens = self._bytes_read, self._memory_tokens
+            memory_tokens, bytes_read = self._memory_tokens, self._bytes_read
         if lead is not None:
-            tokens, memory_tokens, bytes_read = (
-                tokens + lead.tokens,
-                memory_tokens + lead.memory_tokens,
-                bytes_read + lead.bytes_read,
-            )
+            tokens, memory_tokens = tokens + lead.tokens, memory_tokens + lead.memory_tokens
+            bytes_read += lead.bytes_read
         return Outcome.of(tokens, memory_tokens, bytes_read=bytes_read, seconds=time.monotonic() - self.started_s)
 
     def end(self) -> None:
@@ -132,9 +141,7 @@ class Meeting:
         for one in landed:
             one.host.release()
         for one in under_way:
-            if one.load is not None:
-                one.account.late(1, of=1)
-                one.load.cancel()
+            one.cancel()
         self._lease.release()
 
     # For reading threads as well.
@@ -153,11 +160,13 @@ class Meeting:
                 one.host.release()
                 return
             one.load = load
+            if one.account.cancelled:
+                load.cancel()
             load.add_done_callback(one.done)
 
     def _next(self) -> _Range | None:
         with self._lock:
-            if self._over or self._failed or len(self._under_way) >= _AT_ONCE:
+            if self._over or self._lost or len(self._under_way) >= _AT_ONCE:
                 return None
             end, first = self._asked, max(self._first, self._asked - self._range_tokens)
             if end <= self._claimed or first >= end:
@@ -177,18 +186,16 @@ class Meeting:
             self._under_way.remove(one)
             self._bytes_read += load.bytes_read
             good = load.usable_tokens == one.end - one.first
-            if good and not self._over and not self._failed:
+            if good and not self._over:
                 one.memory_tokens = load.tokens_by_tier.get(MEMORY, 0)
                 self._landed[one.end] = one
                 self._take()
             else:
                 one.host.release()
-                if not self._over:
-                    self._failed = True
-            useless = [other for other in self._under_way if self._failed and other.end <= one.end]
+                self._lost = max(self._lost, one.end)
+            useless = [other for other in self._under_way if other.end <= self._lost]
         for other in useless:
-            if other.load is not None:
-                other.load.cancel()
+            other.cancel()
         self._more()
         self._wake()
 
@@ -203,18 +210,23 @@ class Meeting:
                     self._memory_tokens += min(one.memory_tokens, one.end - first)
             finally:
                 one.host.release()
-            self._moved_s = time.monotonic()
+            self._landed_s = time.monotonic()
             if first != one.first:
                 return  # they have met
 
     def _loading_s(self, tokens: int) -> float | None:
-        """Return in how many seconds reading would have brought so many more."""
+        """Return in how many seconds reading will have brought so many more; None: nobody knows. The longer nothing has come,
+        the later that is, so a device that hangs is waited for but once."""
         reading = self._speeds.reading()
         names = {one.tier for one in self._stretches if not one.always}
         if not names <= set(reading):
             return None
-        nbytes = tokens * self._token_bytes
-        return max((reading[name].speed.seconds(nbytes, 0) for name in names), default=0.0)
+
+        def seconds(count: int) -> float:
+            return max((reading[name].speed.seconds(count * self._token_bytes, 0) for name in names), default=0.0)
+
+        due_s = self._landed_s + 2 * _AT_ONCE * seconds(self._range_tokens)
+        return seconds(tokens) + max(0.0, time.monotonic() - due_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +244,12 @@ class _Range:
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
         """See `KVView`."""
         return self.host.buffers(layer, first - self.first // BLOCK_TOKENS, sizes)
+
+    def cancel(self) -> None:
+        self.account.late(1, of=1)
+        self.account.cancelled = True
+        if self.load is not None:
+            self.load.cancel()
 
     def done(self, load: Load) -> None:
         self.meeting._done(self, load)

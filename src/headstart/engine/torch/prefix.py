@@ -41,6 +41,11 @@ class PrefixBridge:
         self._hedge_after_s = hedge_after_s
         self._wake = wake
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether a part of what is stored is of use: a recurrent state is only there at the end."""
+        return self._cache.representation.state == "none"
+
     def start_load(
         self,
         tokens: Sequence[int],
@@ -50,8 +55,8 @@ class PrefixBridge:
         ahead_s: float = 0.0,
         mix: bool = False,
     ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
-        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss. A
-        plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
+        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
+        A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
         lease = self._cache.match(tokens, salt=salt)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
@@ -64,13 +69,15 @@ class PrefixBridge:
                 lease.release()
         return under_way, plan, lease.tokens
 
+    def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
+        """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
+        with self._cache.match(tokens, salt=salt) as lease:
+            return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
+
     def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        lease = self._cache.match(tokens, salt=salt)
-        try:
+        with self._cache.match(tokens, salt=salt) as lease:
             return lease.tokens
-        finally:
-            lease.release()
 
     def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
         """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
@@ -110,6 +117,7 @@ class PrefixBridge:
             computing=self._speeds.computing,
             reading=self._speeds.reading(),
             ahead_s=ahead_s,
+            in_parts=self.in_parts,
         )
         if mix and plan.choice == "load" and (lead := lead_tokens(stretches)) < lease.tokens:
             return replace(plan, choice="mixed", at_once_tokens=lead)
@@ -153,7 +161,7 @@ class PrefixBridge:
                 kv,
                 host,
                 plan=plan,
-                layers=len(self._memory.shape.layers),
+                shape=self._memory.shape,
                 timeout_s=self._timeout_s,
                 least_s=self._hedge_after_s,
                 account=account,

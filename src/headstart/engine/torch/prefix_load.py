@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headstart.cache.prefix_cache import Lease, Load
 from headstart.engine.speeds import ReadAccount
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVShape
 from headstart.errors import LoadFailed
 from headstart.policy import loading
 from headstart.policy.loading import Plan
@@ -18,8 +18,8 @@ MEMORY = "memory"  # the tier whose tokens are told apart from those of all othe
 
 
 class PrefixLoad:
-    """A load under way into a request's KV, layer after layer: of the first `end_tokens` tokens of what matched. `tokens` is how
-    many those are, `failed` that it will not become all of them.
+    """A load under way into a request's KV, layer after layer: of the first `tokens` tokens of what matched. `failed`: it will
+    not become all of them.
 
     Two references to host memory: one until no read can touch it any more, one until the engine calls `release`."""
 
@@ -30,7 +30,7 @@ class PrefixLoad:
         host: HostKV,
         *,
         plan: Plan,
-        layers: int,
+        shape: KVShape,
         timeout_s: float,
         least_s: float,
         account: ReadAccount,
@@ -46,7 +46,8 @@ class PrefixLoad:
         self._least_s = least_s
         self._device_kv = kv if isinstance(kv, DeviceKV) else None
         self._host = host
-        self._layers = layers
+        self._shape = shape
+        self._layers = len(shape.layers)
         self._copied = 0  # layers that are on the device
         self._account = account
         self._load: Load = lease.load(into=host, end_tokens=self.tokens)
@@ -74,7 +75,8 @@ class PrefixLoad:
         )
 
     def wait(self, layer: int, timeout_s: float) -> None:
-        """Return when `layer` may be attended. Raises LoadFailed."""
+        """Return when the model's layer `layer` may be attended. Raises LoadFailed."""
+        layer = self._shape.place(layer)
         self._load.wait(layer, timeout_s=max(0.0, min(timeout_s, self.deadline_s - time.monotonic())))
         self._note(layer)
         self._to_device(layer + 1, self.tokens)
@@ -105,6 +107,7 @@ class PrefixLoad:
         self.cancel()
 
     def cancel(self) -> None:
+        self._account.cancelled = True
         self._load.cancel()
 
     def release(self) -> None:
