@@ -53,7 +53,7 @@ class _Job:
         self.span = span
         self.prompt = prompt
         self.into = into
-        self.start = span.start  # in the prompt
+        self.start = span.start  # in what is loaded
         self.pieces = span.pieces
 
     @property
@@ -88,11 +88,11 @@ class _Job:
         return Fault(source=self.source, piece=piece, reason=reason, message=f"tier {self.span.tier.name!r}: {message}")
 
     def destination(self, layer: int, sizes: Sequence[int]) -> Bytes:
-        buffers: Bytes = flat(self.into.buffers(layer, self.start, sizes)) if sizes else []
+        buffers: Bytes = flat(self.into.buffers(layer, self.load.first_piece + self.start, sizes)) if sizes else []
         if total_bytes(buffers) != sum(sizes):
             raise ValueError(
-                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {self.start} on of layer "
-                f"{layer}, which have {sum(sizes)}"
+                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from "
+                f"{self.load.first_piece + self.start} on of layer {layer}, which have {sum(sizes)}"
             )
         return buffers
 
