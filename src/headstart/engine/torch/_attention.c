@@ -14,7 +14,7 @@
 
    The vector code is in _attention_tile.h and compiled once for each kind of processor; the best one is chosen when it runs.
 
-   A task is a KV head, up to BLOCK rows of a part, and a run of its keys. Threads take tasks from a counter, so one that was
+   A task is a KV head, up to ROWS rows of a part, and a run of its keys. Threads take tasks from a counter, so one that was
    interrupted delays nobody by more than a task. Each task leaves a *partial*: sums that are not divided yet, their maximum and
    their weight. In the end the partials of each row are merged, which is how a shared prefix and a request's own keys, or
    runs of keys that several threads took, become one answer. */
@@ -24,10 +24,12 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KEYS = 64,           /* of a block: K, V, Qt, S and Ot of a block of usual width are in the second-level cache, most in the first */
-       LEAST_RUN = 256,     /* keys; cutting shorter runs costs more than it brings */
+enum { KEYS = 64,                   /* of a block: what it needs of K, V, Qt, S and Ot is in the nearest caches */
+       ROWS = 192,                  /* of a task at most, a multiple of 3 vectors of any kind */
+       CACHED = 1 << 15,            /* numbers of Qt and Ot of a task, 128 KiB: a part of the second-level cache */
+       LEAST_RUN = 256,             /* keys; cutting shorter runs costs more than it brings */
        TASKS_A_THREAD = 6,
-       SMALL_MERGE = 1 << 14 };  /* numbers; waking a thread takes longer than merging them */
+       SMALL_MERGE = 1 << 14 };     /* numbers; waking a thread takes longer than merging them */
 
 typedef struct {            /* rows of the batch against keys at positions at â€¦ at+count-1; a row sees none behind its own position */
     const float *keys, *values;                     /* of KV head 0, at position `at` */
@@ -37,7 +39,7 @@ typedef struct {            /* rows of the batch against keys at positions at â€
     int64_t runs, first_task, first_partial;        /* set by `plan` */
 } Part;
 
-typedef struct { int32_t row, position; } Place;
+typedef struct { int32_t row, position; } Place;   /* a row of the batch, and its token's position */
 
 typedef struct {            /* a row of the output, and its places in one part or two; part -1: none */
     int32_t row, part[2], place[2];
@@ -63,7 +65,8 @@ typedef struct {
     const Cover *covers;
     const Write *writes;
     int64_t part_count, cover_count, write_count;
-    int64_t threads, tasks, partials, thread_numbers;            /* the last three are set by `plan` */
+    int64_t threads, lanes;                         /* lanes: rows of a vector, as `headstart_attention_lanes` says or fewer */
+    int64_t tasks, partials, thread_numbers;        /* set by `plan`, which may also lower `lanes` */
     float *scratch;                                 /* as many numbers as `plan` said, at a multiple of 64 bytes */
     Parallel *parallel;                             /* GOMP_parallel of the OpenMP that the tensor library uses, or NULL */
     int64_t next, joined;                           /* task, thread */
@@ -114,24 +117,22 @@ int headstart_attention_lanes(void)
 }
 
 /* Rows of a task: enough that keys from memory are used often, few enough that Qt and Ot stay in the second-level cache. */
-static int64_t block_rows(const Call *c, int64_t lanes)
+static int64_t block_rows(const Call *c)
 {
-    int64_t tile = 3 * lanes, tiles = (1 << 15) / (tile * (c->key_width + c->value_width));
-    int64_t most = 192 / tile;
+    int64_t tile = 3 * c->lanes, tiles = CACHED / (tile * (c->key_width + c->value_width));
+    int64_t most = ROWS / tile;
     return tile * (tiles < 1 ? 1 : tiles > most ? most : tiles);
 }
 
-static int64_t thread_numbers(const Call *c, int64_t lanes)
+/* Cut the call into tasks, and return how many numbers of scratch memory it needs. Keys, values and rows are not looked at. */
+int64_t headstart_attention_plan(Call *c, Part *parts)
 {
-    int64_t rows = block_rows(c, lanes);
-    return rows * (c->key_width + c->value_width + 4) + KEYS * 3 * lanes + 6 * lanes;
-}
-
-/* Cut the call into tasks, and return how many numbers of scratch memory it needs. Pointers are not looked at. `lanes`: as
-   `headstart_attention_lanes` says, or fewer, to try another processor's code. */
-int64_t headstart_attention_plan(Call *c, Part *parts, int lanes)
-{
-    int64_t rows = block_rows(c, lanes), tasks = 0, partials = 0;
+    int64_t most_rows = 0, tasks = 0, partials = 0;
+    for (int64_t p = 0; p < c->part_count; p++)
+        most_rows = parts[p].rows > most_rows ? parts[p].rows : most_rows;
+    if (c->lanes == 16 && most_rows * c->group <= 8)
+        c->lanes = 8;       /* half of a vector would be empty, and some processors take two steps for a long one */
+    int64_t rows = block_rows(c);
     for (int64_t p = 0; p < c->part_count; p++) {
         Part *part = &parts[p];
         int64_t blocks = (part->rows * c->group + rows - 1) / rows * c->kv_heads;
@@ -144,7 +145,8 @@ int64_t headstart_attention_plan(Call *c, Part *parts, int lanes)
     }
     c->tasks = tasks;
     c->partials = partials;
-    c->thread_numbers = (thread_numbers(c, lanes) + 15) / 16 * 16;
+    c->thread_numbers = KEYS * 3 * c->lanes + 6 * c->lanes + rows * (c->key_width + c->value_width + 2);    /* S, edges, tiles */
+    c->thread_numbers = (c->thread_numbers + 15) / 16 * 16;
     return c->threads * c->thread_numbers + partials * (c->value_width + 2);
 }
 
@@ -158,14 +160,14 @@ static int64_t partial_of(const Call *c, const Part *part, int64_t run, int64_t 
     return part->first_partial + (run * c->kv_heads + head) * part->rows * c->group + row;
 }
 
-static void work(void *data, int64_t lanes)
+static void work(void *data)
 {
     Call *c = data;
-    int64_t rows = block_rows(c, lanes), thread = __atomic_fetch_add(&c->joined, 1, __ATOMIC_RELAXED);
+    int64_t rows = block_rows(c), thread = __atomic_fetch_add(&c->joined, 1, __ATOMIC_RELAXED);
     float *memory = c->scratch + thread * c->thread_numbers;
-    for (;;) {
+    while (thread < c->threads) {
         int64_t number = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (number >= c->tasks || thread >= c->threads)
+        if (number >= c->tasks)
             return;
         const Part *part = c->parts;
         while (part + 1 < c->parts + c->part_count && part[1].first_task <= number)
@@ -183,7 +185,7 @@ static void work(void *data, int64_t lanes)
             memory, partial_sums(c) + partial * c->value_width, partial_weights(c) + partial,
         };
 #if defined(__x86_64__)
-        if (lanes == 16)
+        if (c->lanes == 16)
             attend_avx512(&task);
         else
             attend_avx2(&task);
@@ -194,10 +196,6 @@ static void work(void *data, int64_t lanes)
 #endif
     }
 }
-
-static void work_16(void *data) { work(data, 16); }
-static void work_8(void *data) { work(data, 8); }
-static void work_4(void *data) { work(data, 4); }
 
 /* One row and query head: the partials of all its keys as one, divided by their weight. */
 static void merge_row(const Call *c, const Cover *cover, int64_t head, int64_t member)
@@ -263,7 +261,7 @@ static void together(Call *c, void (*function)(void *), int64_t pieces)
 }
 
 /* Keep the new keys and values, then attend. */
-void headstart_attend(Call *c, int lanes)
+void headstart_attend(Call *c)
 {
     for (const Write *w = c->writes; w < c->writes + c->write_count; w++) {
         keep(w->keys, w->key_head, c->kept_key_row, c->key + w->start * c->key_row, c->key_head, c->key_row, c->kv_heads,
@@ -271,7 +269,7 @@ void headstart_attend(Call *c, int lanes)
         keep(w->values, w->value_head, c->kept_value_row, c->value + w->start * c->value_row, c->value_head, c->value_row,
              c->kv_heads, w->count, c->value_width);
     }
-    together(c, lanes == 16 ? work_16 : lanes == 8 ? work_8 : work_4, c->tasks);
+    together(c, work, c->tasks);
     together(c, merge, c->cover_count * c->kv_heads * c->group * c->value_width <= SMALL_MERGE ? 1 : c->cover_count);
 }
 

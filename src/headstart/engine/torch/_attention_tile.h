@@ -195,7 +195,7 @@ TARGET static void NAME(pack)(const Task *task, NAME(Tile) *tile)
 TARGET static void NAME(attend)(const Task *task)
 {
     const Call *c = task->call;
-    NAME(Tile) tiles[192 / (3 * LANES)];
+    NAME(Tile) tiles[ROWS / (3 * LANES)];
     VECTOR *memory = (VECTOR *)task->memory, *s = memory;
     WHOLE *edges = (WHOLE *)(s + KEYS * 3);
     int64_t count = 0, low = task->end_key, high = task->first_key;

@@ -10,6 +10,9 @@ and nothing is concatenated. Where a sliding window cuts, a part has a mask; cap
 CPU's flash kernel, go through plain matrix products or the device's own kernel. A sink is one more key without a value: it only
 scales the output, by what the log-sum-exp tells.
 
+In float32 on a CPU, the optional C kernel (`kernel.py`) does all of a layer in one call, by the same parts; without it, for
+capped scores and for odd widths, torch's operations here do.
+
 `transformers` calls `attend` for every layer (AttentionInterface); the `Step` reaches it as the keyword `headstart`.
 """
 
@@ -92,7 +95,7 @@ class Step:
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
-    plans: dict[object, Plan] = field(default_factory=dict)  # of the C kernel; most layers have the same
+    plans: dict[tuple[Shape, bool], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +170,10 @@ def attend(
     native = kernel()
     if native is not None and softcap is None and native.serves(query, key, value):
         shape = Shape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
-        name = (shape, len(segments) if segments is headstart.segments else -1)
-        plan = headstart.plans.get(name)
+        whole = segments is headstart.segments
+        plan = headstart.plans.get((shape, whole))
         if plan is None:
-            plan = headstart.plans[name] = Plan(native, _grouped(segments), headstart.segments, shape)
+            plan = headstart.plans[shape, whole] = Plan(native, _grouped(segments), headstart.segments, shape)
         plan.attend(layer, query[0], key[0], value[0], out, scale=scale, window=window, sinks=s_aux)
         return out.unsqueeze(0), None
     for segment in headstart.segments:

@@ -47,10 +47,7 @@ _WRITE = np.dtype([(name, "<i8") for name in ("keys", "values", "key_head", "val
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("query_head", "query_row", "key_head", "key_row", "value_head", "value_row")
-        ),
+        *((name, ctypes.c_int64) for name in ("query_head", "query_row", "key_head", "key_row", "value_head", "value_row")),
         ("out", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "key_width", "value_width", "window")),
@@ -58,7 +55,7 @@ class _Call(ctypes.Structure):
         ("scale", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("parts", "places", "covers", "writes")),
         *((name, ctypes.c_int64) for name in ("part_count", "cover_count", "write_count")),
-        *((name, ctypes.c_int64) for name in ("threads", "tasks", "partials", "thread_numbers")),
+        *((name, ctypes.c_int64) for name in ("threads", "lanes", "tasks", "partials", "thread_numbers")),
         ("scratch", ctypes.c_void_p),
         ("parallel", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("next", "joined")),
@@ -186,11 +183,10 @@ class Plan:
             cover_count=len(self._covers),
             write_count=len(self._writes),
             threads=torch.get_num_threads(),
+            lanes=kernel.lanes,
             parallel=kernel.parallel,
         )
-        numbers = kernel.library.headstart_attention_plan(
-            ctypes.byref(call), ctypes.c_void_p(self._parts.ctypes.data), kernel.lanes
-        )
+        numbers = kernel.library.headstart_attention_plan(ctypes.byref(call), ctypes.c_void_p(call.parts))
         self._scratch = torch.empty(numbers + _ALIGNMENT // 4, dtype=torch.float32)
         call.scratch = -(-self._scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
 
@@ -212,12 +208,13 @@ class Plan:
         call.key, (call.key_head, call.key_row) = key.data_ptr(), key.stride()[:2]
         call.value, (call.value_head, call.value_row) = value.data_ptr(), value.stride()[:2]
         call.out = out.data_ptr()
-        call.sinks = None if sinks is None else sinks.data_ptr()
+        scores = None if sinks is None else sinks.detach().float().contiguous()
+        call.sinks = None if scores is None else scores.data_ptr()
         call.scale = scale
         call.window = window or 0
         self._point(self._parts, [(kv, 0, count) for kv, count in self._sources], layer)
         self._point(self._writes, self._kept, layer)
-        self._kernel.library.headstart_attend(ctypes.byref(call), self._kernel.lanes)
+        self._kernel.library.headstart_attend(ctypes.byref(call))
 
     def _point(self, table: npt.NDArray[np.void], places: Sequence[tuple[KV, int, int]], layer: int) -> None:
         """Fill in where the layer's keys and values lie, from a first one on. Raises ValueError for what is not there."""
@@ -244,7 +241,12 @@ class Plan:
 
     def _check(self, kept: Tensor, tokens: int, width: int) -> None:
         heads, room, numbers = kept.shape
-        if (heads, numbers) != (self._shape.kv_heads, width) or room < tokens or kept.stride(2) != 1 or kept.dtype != torch.float32:
+        if (
+            (heads, numbers) != (self._shape.kv_heads, width)
+            or room < tokens
+            or kept.stride(2) != 1
+            or kept.dtype != torch.float32
+        ):
             raise ValueError(f"KV of {tuple(kept.shape)} {kept.dtype} does not hold {tokens} tokens of {self._shape}")
 
 
