@@ -70,7 +70,7 @@ class Bench:
                 identity=identity_of(self.folder),
                 representation=self.model.shape.representation(query_heads=self.model.heads),
             )
-        more = {"context": 2048, "full_contexts": 10, "deterministic": True, **settings}
+        more = {"context": 2048, "full_contexts": 10, "hedge_after_s": 30.0, "deterministic": True, **settings}
         with engine_of(self.model, cache=cache, **more) as engine:
             yield engine
             eventually(lambda: engine.load().kv_used_bytes == 0)

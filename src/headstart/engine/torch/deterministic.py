@@ -27,6 +27,7 @@ import torch
 import transformers
 
 from headstart import __version__
+from headstart.engine.torch.kernel import kernel
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.packing import PackedLinear
 from headstart.errors import ConfigError
@@ -67,6 +68,7 @@ def make_deterministic(model: TorchModel) -> None:
 
 def circumstances(model: TorchModel) -> str:
     """Return, in one line, on what the bits depend beside weights and tokens."""
+    native = kernel()
     packed = any(isinstance(one, PackedLinear) for one in model.module.modules())
     return ", ".join(
         (
@@ -77,6 +79,7 @@ def circumstances(model: TorchModel) -> str:
             torch.backends.cpu.get_cpu_capability(),
             _processor(),
             f"{'packed' if packed else 'plain'} weights",
+            "attention by torch" if native is None else f"attention in C, {native.lanes} lanes",
             f"chunks of {CHUNK_TOKENS}",
         )
     )
