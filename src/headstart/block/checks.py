@@ -6,7 +6,7 @@ A check is taken over representation ‖ key ‖ layer ‖ bytes, so right bytes
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,26 @@ def piece_check(*, algorithm: str, representation: bytes, key: bytes, layer: int
         check.update(flat(buffer))
     digest: bytes = check.digest()
     return digest
+
+
+def count_right(
+    checks: Sequence[bytes],
+    *,
+    algorithm: str,
+    representation: bytes,
+    keys: Sequence[bytes],
+    layer: int,
+    pieces: Iterable[Sequence[Buffer]],
+) -> int:
+    """Return how many pieces of a layer, from the first on, are what their checks say. `keys[i]`, `pieces[i]`: as `piece_check`
+    takes them."""
+    right = 0
+    for want, key, buffers in zip(checks, keys, pieces, strict=True):
+        found = piece_check(algorithm=algorithm, representation=representation, key=key, layer=layer, buffers=buffers)
+        if found != want:
+            break
+        right += 1
+    return right
 
 
 def header_check(header: memoryview, *, at: int) -> bytes:

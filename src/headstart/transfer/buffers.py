@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headstart.tier.arena import ALIGNMENT, HUGE_PAGE, Arena
+from headstart.tier.arena import HUGE_PAGE, Arena
 
 Bytes = list[memoryview] | npt.NDArray[np.uint8]
 """Bytes in order: flat buffers one behind the other, or one array of any strides in C order."""
@@ -72,15 +72,6 @@ def scatter(source: memoryview, into: Bytes) -> None:
             np.copyto(np.frombuffer(buffer, np.uint8), data[at : at + buffer.nbytes])
             at += buffer.nbytes
     assert at == source.nbytes
-
-
-def is_aligned(buffers: Bytes) -> bool:
-    """True where direct I/O can go straight into every buffer: addresses and lengths are multiples of 4 KiB."""
-    return not isinstance(buffers, np.ndarray) and all(
-        buffer.nbytes % ALIGNMENT == 0 and np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT == 0
-        for buffer in buffers
-        if buffer.nbytes
-    )
 
 
 class Staging:

@@ -18,9 +18,8 @@ from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.transfer.buffers import Staging
 
-REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges
+REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges; smaller ones of one extent are joined
 FIRST_BYTES = 1_700_000  # with a header more of layer 0 at once, whose rest would have to wait for the header
-JOINED_BYTES = 400_000  # smaller ones are joined up to this: from here on a device is limited by bytes
 
 _log = logging.getLogger(__name__)
 
