@@ -22,7 +22,8 @@ from headstart.config import Config, prefer_sleeping_threads
 if TYPE_CHECKING:
     import torch
 
-    from headstart.engine.torch.model import ScratchKV, TorchModel
+    from headstart.engine.torch.kv_memory import ScratchKV
+    from headstart.engine.torch.model import TorchModel
 
 _OWN_TOKENS = 16  # of each decoding request, behind the prefix
 _STEPS = 4  # of decoding a round
@@ -163,7 +164,7 @@ class _Both:
 
     def decode(self, shared_tokens: int, requests: int) -> tuple[_Run, _Run]:
         from headstart.engine.torch.attention import Prefix
-        from headstart.engine.torch.model import ScratchKV
+        from headstart.engine.torch.kv_memory import ScratchKV
 
         model = self._ours
         prefix = Prefix(self._computed(self._some(shared_tokens), room=shared_tokens), shared_tokens)
@@ -206,7 +207,7 @@ class _Both:
         return self._ours.forward(tokens, Step(segments), rows=rows)
 
     def _computed(self, tokens: Sequence[int], *, room: int) -> ScratchKV:
-        from headstart.engine.torch.model import ScratchKV
+        from headstart.engine.torch.kv_memory import ScratchKV
 
         kv = ScratchKV(self._ours.shape, room, self._ours.device)
         for first in range(0, len(tokens), 1024):
@@ -226,7 +227,7 @@ class _Both:
 
         if kv is None:
             return transformers.DynamicCache(config=self._stock.config)
-        layers = range(self._ours.shape.layers)
+        layers = self._ours.shape.numbers
         return transformers.DynamicCache(ddp_cache_data=[(of(layer, "keys"), of(layer, "values")) for layer in layers])
 
     def _stock_logits(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:

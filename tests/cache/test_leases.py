@@ -52,12 +52,12 @@ def test_a_lease_that_is_released_while_its_load_reads_protects_until_the_last_b
         assert inner.delete([extent], reason="user") == 1
 
 
-def test_a_lease_loads_once_and_not_after_its_release() -> None:
+def test_a_lease_loads_a_token_once_and_nothing_after_its_release() -> None:
     with cache_of(disk()) as cache:
         save(cache, prompt(300))
         lease = match(cache, prompt(300))
         lease.load(into=FakeDestination(TINY, 4)).result()
-        with pytest.raises(ValueError, match="given its load"):
+        with pytest.raises(ValueError, match="loaded already"):
             lease.load(into=FakeDestination(TINY, 4))
         lease.release()
         lease.release()

@@ -143,10 +143,43 @@ def test_a_load_of_nothing_ends_with_nothing(shelf) -> None:
         running.wait(0, TIMEOUT_S)
 
 
-def test_a_lease_loads_once(shelf) -> None:
+def test_a_lease_loads_a_token_once(shelf) -> None:
     cache = shelf.open("memory")
     save(cache, KV)
     with match(cache, KV) as lease:
         lease.load(into=FakeDestination(TINY, 8)).result(TIMEOUT_S)
         with pytest.raises(ValueError, match=r".+"):
             lease.load(into=FakeDestination(TINY, 8))
+
+
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+def test_each_range_of_a_lease_has_layers_and_an_end_of_its_own(shelf, tiers: str) -> None:
+    cache = shelf.open(tiers)
+    save(cache, KV)
+    destination = FakeDestination(TINY, 8)
+    with match(cache, KV) as lease:
+        tail = lease.load(into=destination, first_tokens=3 * 64)
+        wait_layer_by_layer(tail)
+        assert tail.result(TIMEOUT_S) == 5 * 64
+        assert destination.wrong(KV, first=3, pieces=5) == []
+        assert destination.touched() == [(layer, piece) for layer in range(TINY.layers) for piece in range(3, 8)]
+        head = lease.load(into=destination, end_tokens=3 * 64)
+        wait_layer_by_layer(head)
+        assert head.result(TIMEOUT_S) == 3 * 64
+    assert destination.wrong(KV, pieces=8) == []
+
+
+def test_a_failure_in_one_range_costs_no_other_one(shelf) -> None:
+    cache = shelf.open("disk")
+    save(cache, KV)
+    shelf.damage_piece(KV, layer=1, piece=5)
+    destination = FakeDestination(TINY, 8)
+    with match(cache, KV) as lease:
+        ranges = [(0, 4), (4, 7), (7, 8)]
+        loads = [lease.load(into=destination, first_tokens=64 * a, end_tokens=64 * b) for a, b in ranges]
+        assert [running.result(TIMEOUT_S) for running in loads] == [4 * 64, 64, 64]
+        with pytest.raises(LoadFailed, match="not what was written"):
+            loads[1].wait(2, TIMEOUT_S)
+        for (first, _), running in zip(ranges, loads, strict=True):
+            assert destination.wrong(KV, first=first, pieces=running.usable_tokens // 64) == []
+    shelf.expect_problems()

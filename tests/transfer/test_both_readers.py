@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -118,6 +118,27 @@ def test_every_byte_is_right_wherever_a_hit_ends(
             assert (loaded.usable_tokens, loaded.wrong) == (pieces * representation.piece_tokens, [])
             assert loaded.load.bytes_read >= pieces * sum(size or 0 for size in representation.layer_bytes)
     assert (not through_tier) == (way == "C" and cuts == 1)
+
+
+@pytest.mark.parametrize("representation", REPRESENTATIONS.values(), ids=REPRESENTATIONS)
+@pytest.mark.parametrize("shift", [0, 8], ids=["direct", "unaligned"])
+def test_every_byte_is_right_wherever_ranges_begin_and_end(
+    tmp_path: Path, way: str, through_tier: list[int], representation: Representation, shift: int
+) -> None:
+    step = representation.piece_tokens
+    with opened(tmp_path, representation) as cache:
+        kv = stored(cache, representation)
+        for edges in ([0, 1, PIECES], [0, 2, 3, 7, 8, PIECES], [0, 6, 7, 12, PIECES]):  # most of them inside an extent
+            destination = FakeDestination(representation, PIECES, shift=shift)
+            with match(cache, kv) as lease:
+                loads = [
+                    lease.load(into=destination, first_tokens=a * step, end_tokens=b * step)
+                    for a, b in reversed([*pairwise(edges)])
+                ]
+                assert sum(running.result(TIMEOUT_S) for running in loads) == PIECES * step
+            assert destination.wrong(kv, pieces=PIECES) == []
+    assert (not through_tier) == (way == "C")
+    assert open_segments(tmp_path) == 0
 
 
 def test_sizes_that_vary_are_read_the_portable_way(tmp_path: Path, way: str, through_tier: list[int]) -> None:

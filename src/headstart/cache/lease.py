@@ -1,13 +1,18 @@
-"""A lease: the extents of one match, protected while it is held, and the one load that it gives."""
+"""A lease: the extents of one match, protected while it is held, what is known of them, and the loads that it gives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from threading import Lock
 from types import TracebackType
 
-from headstart.cache.lookup import Run
+from headstart.block.representation import Representation
+from headstart.cache.faults import counted
+from headstart.cache.lookup import Run, part_of
 from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
@@ -17,6 +22,17 @@ from headstart.transfer.span import start_reading
 
 _WRONG = {"corrupt", "stale"}  # what the extent says will not get better
 _FAILED = {"read", "collision", "gone"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tokens of a match that come from one tier: how many, how many bytes there are of them, less headers and
+    padding (an estimate where pieces vary in size), and in how many extents they lie."""
+
+    tier: str
+    tokens: int
+    nbytes: int
+    extents: int
 
 
 class Lease:
@@ -46,9 +62,14 @@ class Lease:
         self._pid = os.getpid()
         self._lock = Lock()
         self._held = held
-        self._load: Load | None = None
-        self._loading = False
+        self._claimed: list[tuple[int, int]] = []  # pieces that loads were given for
+        self._loads = 0  # under way
         self._released = False
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """What matched, in the order of the prompt: what there is to know before anything is read."""
+        return tuple(self._stretch(number, list(runs)) for number, runs in groupby(self._runs, key=lambda run: run.tier))
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:
@@ -59,30 +80,54 @@ class Lease:
             tokens[name] = tokens.get(name, 0) + run.pieces * self._prompt.representation.piece_tokens
         return tokens
 
-    def load(self, into: KVView) -> Load:
-        """Start reading all matched pieces into `into`. Once per lease. In a forked child nothing comes."""
-        names = [(self._sources[run.tier].tier.name, run.pieces) for run in self._runs]
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of the matched tokens by the tier that they would be loaded from, as in `stretches`."""
+        nbytes: dict[str, int] = {}
+        for stretch in self.stretches:
+            nbytes[stretch.tier] = nbytes.get(stretch.tier, 0) + stretch.nbytes
+        return nbytes
+
+    def load(self, into: KVView, first_tokens: int = 0, end_tokens: int | None = None) -> Load:
+        """Start reading what matched from token `first_tokens` up to `end_tokens` (None: all of it) into `into`, which is asked
+        for pieces by their number in the prompt. Several loads may be under way, each with its own layers, limit, deadline and
+        callbacks; what one of them says counts from its first token. Those that were started first are read first. In a
+        forked child nothing comes.
+
+        Raises ValueError for a range that cuts a piece, goes beyond the match, or overlaps with an earlier load's, and after
+        the release."""
+        first, pieces = self._range(first_tokens, self.tokens if end_tokens is None else end_tokens)
+        runs = part_of(self._runs, first, pieces)
+        names = [(self._sources[run.tier].tier.name, run.pieces) for run in runs]
         if os.getpid() != self._pid:
             return lost_load(names, self._prompt.representation)
         with self._lock:
             if self._released:
                 raise ValueError("this lease was released; match again before loading")
-            if self._load is not None or self._loading:
-                raise ValueError("this lease has given its load already; match again for another")
-            self._loading = True
-        load = Load(names, representation=self._prompt.representation, timeout_s=self._timeout_s, settle=self._settle)
-        self._load = load
-        spans = [self._span(run) for run in self._runs]
-        start_reading(load, spans, self._prompt, into)
+            for start, end in self._claimed:
+                if start < first + pieces and first < end:
+                    step = self._prompt.representation.piece_tokens
+                    raise ValueError(f"tokens {start * step} to {end * step} of this lease were loaded already; match again")
+            if pieces:
+                self._claimed.append((first, first + pieces))
+            self._loads += 1
+        load = Load(
+            names,
+            representation=self._prompt.representation,
+            timeout_s=self._timeout_s,
+            settle=partial(self._settle, runs=runs),
+            first_piece=first,
+        )
+        start_reading(load, [self._span(run) for run in runs], self._prompt.part(first, pieces), into)
         return load
 
     def release(self) -> None:
-        """Let the extents go; while a load is still reading from them, with the end of its last read."""
+        """Let the extents go; while loads are still reading from them, with the end of the last read."""
         if os.getpid() != self._pid:
             return  # they are the parent's
         with self._lock:
             self._released = True
-            held = {} if self._loading else self._take_held()
+            held = {} if self._loads else self._take_held()
         self._let_go(held)
 
     def __enter__(self) -> Lease:
@@ -99,7 +144,27 @@ class Lease:
         source = self._sources[run.tier]
         return Span(source.tier, source.pool_of(run.extent), run.extent, first=run.first, pieces=run.pieces, start=run.start)
 
-    def _settle(self, load: Load) -> None:
+    def _range(self, first_tokens: int, end_tokens: int) -> tuple[int, int]:
+        """Return (first, pieces)."""
+        step = self._prompt.representation.piece_tokens
+        if first_tokens % step or end_tokens % step or not 0 <= first_tokens <= end_tokens <= self.tokens:
+            raise ValueError(
+                f"tokens {first_tokens} to {end_tokens} cannot be loaded; give whole pieces of {step} within the "
+                f"{self.tokens} that matched"
+            )
+        return first_tokens // step, (end_tokens - first_tokens) // step
+
+    def _stretch(self, number: int, runs: Sequence[Run]) -> Stretch:
+        source, representation = self._sources[number], self._prompt.representation
+        pieces = sum(run.pieces for run in runs)
+        if representation.varies:
+            nbytes = sum(_share(source, run, representation) for run in runs)
+        else:
+            nbytes = pieces * sum(size or 0 for size in representation.layer_bytes)
+        extents = len({run.extent for run in runs})
+        return Stretch(source.tier.name, pieces * representation.piece_tokens, nbytes, extents)
+
+    def _settle(self, load: Load, *, runs: Sequence[Run]) -> None:
         """Count what the load brought, avoid what failed, have the use noted. Called once, when no read is under way any more,
         and before anyone is told so: nothing here waits for a medium's writes."""
         good_pieces = load.usable_tokens // load.representation.piece_tokens
@@ -108,15 +173,15 @@ class Lease:
         for reason, number in dict.fromkeys((fault.reason, fault.source) for fault in load.faults):
             self._counters.add(f"load_failed_{reason}")
             if reason in _WRONG | _FAILED:
-                run = self._runs[number]
+                run = runs[number]
                 self._sources[run.tier].quarantine.avoid(run.extent, for_good=reason in _WRONG)
         for number, source in enumerate(self._sources):
-            runs = [run for run in self._runs if run.tier == number]
-            if runs:
-                self._note_use(source, list(dict.fromkeys(run.extent for run in runs if run.start < good_pieces)))
+            read = [run for run in runs if run.tier == number]
+            if read:
+                self._note_use(source, list(dict.fromkeys(run.extent for run in read if run.start < good_pieces)))
         with self._lock:
-            self._loading = False
-            held = self._take_held() if self._released else {}
+            self._loads -= 1
+            held = self._take_held() if self._released and not self._loads else {}
         self._let_go(held)
 
     def _take_held(self) -> dict[int, list[ExtentId]]:
@@ -126,3 +191,13 @@ class Lease:
     def _let_go(self, held: dict[int, list[ExtentId]]) -> None:
         for number, extents in held.items():
             self._sources[number].release(extents)
+
+
+def _share(source: Source, run: Run, representation: Representation) -> int:
+    """Return how many bytes the pieces of a run have, if all of its extent were equally large."""
+    with counted(source.counters, source.tier, "info"):
+        info = source.tier.info(run.extent)
+        if info is not None:
+            pieces = info.blocks // representation.blocks_per_piece
+            return (info.extent_bytes - info.header_bytes) * run.pieces // pieces
+    return 0

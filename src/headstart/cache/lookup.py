@@ -88,6 +88,16 @@ def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
     ]
 
 
+def part_of(runs: Sequence[Run], first: int, pieces: int) -> list[Run]:
+    """Return what of `runs` lies in the `pieces` pieces from `first` on, with starts that count from there."""
+    parts = []
+    for run in runs:
+        start, end = max(run.start, first), min(run.start + run.pieces, first + pieces)
+        if start < end:
+            parts.append(Run(run.tier, run.extent, run.first + start - run.start, start - first, end - start))
+    return parts
+
+
 def absent_runs(present: Sequence[npt.NDArray[np.bool_]]) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (first, pieces, tiers) for consecutive pieces that the same tiers lack, in the order of the prompt.
 

@@ -38,7 +38,7 @@ class Source:
         self._pools_lock = Lock()
         self._pools = {0: IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS)}
         self.quarantine = Quarantine(tier, counters)
-        self._counters = counters
+        self.counters = counters
         self._patience_s = patience_s
         self._closed = False
         self._lookups = None if tier.trusted else LookupThread(tier.name)
@@ -91,7 +91,7 @@ class Source:
         """Protect extents; False for those that are gone, and for all if the tier fails or the deadline passes."""
 
         def undo(kept: Sequence[bool]) -> None:
-            with counted(self._counters, self.tier, "release"):
+            with counted(self.counters, self.tier, "release"):
                 self.tier.release([extent for extent, ok in zip(extents, kept, strict=True) if ok])
 
         kept = self._ask("lease", lambda: self.tier.lease(extents), deadline, late="match_timed_out", undo=undo)
@@ -121,11 +121,11 @@ class Source:
     def _ask(
         self, verb: str, work: Callable[[], T], deadline: float, *, late: str, undo: Callable[[T], None] | None = None
     ) -> T | None:
-        with counted(self._counters, self.tier, verb):
+        with counted(self.counters, self.tier, verb):
             if self._lookups is None:
                 return work()
             try:
                 return self._lookups.ask(work, patience_s=deadline - time.monotonic(), undo=undo)
             except Late:
-                self._counters.add(f"{late}_{self.tier.name}")
+                self.counters.add(f"{late}_{self.tier.name}")
         return None

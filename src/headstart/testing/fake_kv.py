@@ -210,11 +210,11 @@ class FakeDestination:
             return [run]
         return [part for i in range(len(sizes)) for part in cut(run[i * fixed : (i + 1) * fixed], self._cuts)]
 
-    def wrong(self, source: FakeKV, *, pieces: int, layers: Sequence[int] | None = None) -> list[WrongPiece]:
-        """Return every one of the first `pieces` pieces that differs from what `source` says; empty when all are right."""
+    def wrong(self, source: FakeKV, *, pieces: int, layers: Sequence[int] | None = None, first: int = 0) -> list[WrongPiece]:
+        """Return which of `pieces` pieces from `first` on differ from what `source` says; empty when all are right."""
         found = []
         for layer in range(self.representation.layers) if layers is None else layers:
-            for piece in range(pieces):
+            for piece in range(first, first + pieces):
                 have, want = self._piece(layer, piece), source.piece(layer, piece)
                 differs = np.flatnonzero(have != want) if have.shape == want.shape else np.zeros(1, dtype=np.int64)
                 if len(differs):

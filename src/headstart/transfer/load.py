@@ -1,6 +1,6 @@
 """A load in flight: which layers are there, what is good, what went wrong, who waits. The reading itself is `span.py`'s.
 
-The pieces of a hit are numbered 0 … P-1 in the order of the prompt. `limit` is the first piece that is known to be unusable;
+The pieces of a load are numbered 0 … P-1 in the order of the prompt. `limit` is the first piece that is known to be unusable;
 it only ever falls. A piece has ended in a layer when no read can touch its destination any more, for better or worse:
 
     layer l may be attended    ⇔ all P pieces have ended in l and nothing has failed anywhere
@@ -32,9 +32,10 @@ class KVView(Protocol):
     Called from reading threads, several at a time, and from the saver's thread."""
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview] | npt.NDArray[np.uint8]:
-        """Return buffers that together hold pieces first … first+len(sizes)-1 of `layer`, in order; `sizes[i]` is the bytes of
-        piece first+i. When saving an opaque representation sizes are 0 and the view decides. Large aligned buffers are read
-        into directly; others go through staging.
+        """Return buffers that together hold pieces first … first+len(sizes)-1 of `layer`, in order, numbered from the start of
+        the prompt, whatever part of it is loaded; `sizes[i]` is the bytes of piece first+i. When saving an opaque
+        representation sizes are 0 and the view decides. Large aligned buffers are read into directly; others go through
+        staging.
 
         Memory in which a piece lies in many parts is better given as one u8 array whose first axis is the pieces and whose
         bytes, in C order, are theirs, with any strides: it is copied in one call, where a list costs one for each part."""
@@ -52,7 +53,8 @@ class Fault:
 
 
 class Load:
-    """A load in flight. Every wait has a deadline. `pieces`: how many it is of.
+    """A load in flight. Every wait has a deadline. `pieces`: how many it is of, from piece `first_piece` of the prompt on. All
+    other numbers of pieces and tokens count from there.
 
     Attributes once done: `usable_tokens`, `bytes_read`, `tokens_by_tier` ({"memory": n, "disk": m}, only what was
     verified), `seconds`."""
@@ -64,6 +66,7 @@ class Load:
         representation: Representation,
         timeout_s: float,
         settle: Callable[[Load], None],
+        first_piece: int = 0,
     ) -> None:
         """`pieces_by_source`: (tier name, pieces) in the order of the prompt. `settle` is called once, with the numbers final
         and before anyone is told that the load is done."""
@@ -74,6 +77,7 @@ class Load:
         self.faults: tuple[Fault, ...] = ()
         self._pid = os.getpid()
         self._sources = tuple(pieces_by_source)
+        self.first_piece = first_piece
         self.pieces = sum(pieces for _, pieces in pieces_by_source)
         self._deadline = self.started + timeout_s
         self._settle = settle
@@ -93,7 +97,7 @@ class Load:
     # For whoever waits.
 
     def wait(self, layer: int, timeout_s: float | None = None) -> None:
-        """Return when `layer` is verified for every matched token. Raises LoadFailed on the first failure or when the
+        """Return when `layer` is verified for every token of this load. Raises LoadFailed on the first failure or when the
         deadline passes (`timed_out=True`: bytes may still land in the destination until `done`)."""
         self._require_own_process()
         with self._condition:
@@ -110,8 +114,8 @@ class Load:
                 raise self._timed_out(f"layer {layer} was not there")
 
     def result(self, timeout_s: float | None = None) -> int:
-        """Wait for every read to end, good or bad; return the tokens that are good in all layers (≤ lease.tokens, whole
-        pieces). Raises LoadFailed(timed_out=True, usable_tokens=0) when the deadline passes first."""
+        """Wait for every read to end, good or bad; return the tokens that are good in all layers: whole pieces from the
+        load's first on. Raises LoadFailed(timed_out=True, usable_tokens=0) when the deadline passes first."""
         self._require_own_process()
         with self._condition:
             if not self._wait_for(lambda: self._done, timeout_s):
@@ -119,7 +123,8 @@ class Load:
             return self.usable_tokens
 
     def cancel(self) -> None:
-        """Start no further reads. Reads under way still end; `result` then returns."""
+        """Start no further reads. Reads under way still end; `result` then returns, and the callbacks are called: from then on
+        nothing touches the destination any more."""
         with self._condition:
             self._stop("cancelled")
 
@@ -138,7 +143,7 @@ class Load:
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens that are certain to be good in every layer: 0 until the load is done."""
+        """Tokens from the load's first on that are certain to be good in every layer: 0 until the load is done."""
         return self._limit * self.representation.piece_tokens if not self._unfinished else 0
 
     @property

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.tier.base import ExtentId, Tier
 from headstart.transfer.io_pool import FIRST_BYTES, REQUEST_BYTES, IOPool, Job
@@ -24,17 +25,22 @@ from headstart.transfer.load import Fault
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What was asked for: the keys and token ids (u32) of the blocks that matched."""
+    """What was asked for: the keys and token ids (u32) of the blocks that are loaded."""
 
     representation: Representation
     digest: bytes
     keys: Sequence[bytes]
     tokens: npt.NDArray[np.uint32]
 
+    def part(self, first: int, pieces: int) -> Prompt:
+        """Return what was asked for of `pieces` pieces from `first` on."""
+        start, end = (piece * self.representation.blocks_per_piece for piece in (first, first + pieces))
+        return replace(self, keys=self.keys[start:end], tokens=self.tokens[start * BLOCK_TOKENS : end * BLOCK_TOKENS])
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`pieces` pieces of the prompt from piece `start` on lie in `extent`, from its piece `first` on. Leased by the caller."""
+    """Of what is loaded, `pieces` pieces from `start` on lie in `extent`, from its piece `first` on. Leased by the caller."""
 
     tier: Tier
     pool: IOPool

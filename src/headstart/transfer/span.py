@@ -56,7 +56,7 @@ class _Job:
         self.prompt = prompt
         self.into = into
         self.layers = layers
-        self.start = span.start + first  # in the prompt
+        self.start = span.start + first  # in what is loaded
         self.pieces = pieces
         self.urgency = (int(load.started * 1e9), layers.start, self.start)
 
@@ -89,12 +89,12 @@ class _Job:
 
     def part(self, layer: int, offset: int, sizes: Sequence[int]) -> _Part:
         """Return where the first pieces go, whose bytes begin at `offset` of the extent's image."""
-        nbytes = sum(sizes)
-        buffers: Bytes = flat(self.into.buffers(layer, self.start, sizes)) if sizes else []
+        nbytes, first = sum(sizes), self.load.first_piece + self.start
+        buffers: Bytes = flat(self.into.buffers(layer, first, sizes)) if sizes else []
         if total_bytes(buffers) != nbytes:
             raise ValueError(
-                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {self.start} on of layer "
-                f"{layer}, which have {nbytes}"
+                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {first} on of layer {layer}, "
+                f"which have {nbytes}"
             )
         return _Part(layer, offset, sizes, nbytes, buffers)
 

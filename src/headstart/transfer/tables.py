@@ -110,7 +110,7 @@ def destination_of(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np
     memory = []
     for layer, nbytes in enumerate(load.representation.layer_bytes):
         assert nbytes is not None
-        buffers = flat(into.buffers(layer, 0, [nbytes] * load.pieces))
+        buffers = flat(into.buffers(layer, load.first_piece, [nbytes] * load.pieces))
         if not isinstance(buffers, np.ndarray):
             if len(buffers) != 1:
                 return None

@@ -96,7 +96,7 @@ def engine_of(
         vocabulary=model.vocabulary,
         device="cpu",
         dtype="float32",
-        layers=model.shape.layers,
+        layers=len(model.shape.layers),
         kv_bytes_per_token=model.shape.token_bytes,
         cache="",
     )

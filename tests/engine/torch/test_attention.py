@@ -11,7 +11,7 @@ from reference import KINDS, loaded, some_tokens, stock, stock_logits
 
 from headstart.engine.torch import attention
 from headstart.engine.torch.attention import Prefix, Segment, Step
-from headstart.engine.torch.model import ScratchKV
+from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.errors import ModelError
 
 Folders = Callable[..., Path]

@@ -267,7 +267,7 @@ def test_a_request_that_a_fault_ended_before_it_was_taken_in_never_runs(
     real = engine._take_mail
 
     def broken() -> None:
-        if engine._mail:
+        if engine._roster.mail:
             monkeypatch.undo()
             raise RuntimeError("no mail today")
         real()

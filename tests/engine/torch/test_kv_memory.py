@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape, LayerKV
 from headstart.transfer.buffers import scatter
 
-SHAPE = KVShape(layers=3, heads=2, width=8, dtype=torch.float32)
+SHAPE = KVShape.alike(3, heads=2, width=8, dtype=torch.float32)
 PIECE = 2 * 2 * 64 * 8 * 4
 
 
 def _filled(memory: KVMemory, tokens: int) -> HostKV:
     kv = memory.allocate_host(tokens)
     assert kv is not None
-    for layer in range(SHAPE.layers):
+    for layer in SHAPE.numbers:
         for both in (kv.keys(layer), kv.values(layer)):
             both.copy_(torch.randn(both.shape))
     return kv
@@ -146,4 +146,73 @@ def test_the_representation_tells_what_the_bytes_are() -> None:
     assert SHAPE.representation(query_heads=2).kind == "mha"
     assert representation.layer_bytes == (PIECE,) * 3
     assert representation.bytes_per_token == SHAPE.token_bytes
-    assert SHAPE.representation(query_heads=4) != KVShape(3, 2, 8, torch.bfloat16).representation(query_heads=4)
+    assert representation != KVShape(SHAPE.layers, torch.bfloat16).representation(query_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "query_heads", "digest"),
+    [
+        (SHAPE, 4, "0315c0fa3a3c3567fd45ca91b09b4ff50a5884ebab40599fd3f732410dff1e92"),
+        (
+            KVShape.alike(30, heads=3, width=64, dtype=torch.float32),
+            9,
+            "1e16ad87fa7a43050c261c3b4239df8caccc22e0e45b2ec4ca58db0f97a6c1a7",
+        ),
+        (
+            KVShape.alike(2, heads=2, width=8, dtype=torch.bfloat16),
+            2,
+            "44e814a4da207b870de5f99baee42358f72cb8c477c505fe2f545a2b8ee36db2",
+        ),
+    ],
+)
+def test_prefixes_of_plain_models_that_older_versions_stored_are_still_read(
+    shape: KVShape, query_heads: int, digest: str
+) -> None:
+    assert shape.representation(query_heads=query_heads).digest.hex() == digest
+
+
+# Some of the model's numbers are left out; a plain layer, a wider one, one with values narrower than keys, a latent.
+MIXED = KVShape(
+    (LayerKV(0, 4, 8), LayerKV(2, 2, 24), LayerKV(3, 2, 20, key_width=12), LayerKV(7, 1, 18, latent=True)), torch.float32
+)
+
+
+def test_layers_that_differ_each_keep_what_they_are() -> None:
+    representation = MIXED.representation(query_heads=4)
+    assert representation.layer_numbers == (0, 2, 3, 7)
+    assert representation.layer_bytes == tuple(64 * 4 * numbers for numbers in (32, 48, 40, 18))
+    assert representation.bytes_per_token == MIXED.token_bytes == 4 * (32 + 48 + 40 + 18)
+    memory = KVMemory(MIXED, 4 * MIXED.region_bytes(300), context_tokens=300)
+    long, short = memory.allocate_host(300), memory.allocate_host(128)
+    assert long is not None
+    assert short is not None
+    forms = {0: ((2, 320, 8), (2, 320, 8)), 2: ((1, 320, 24), (1, 320, 24)), 3: ((2, 320, 12), (2, 320, 8))}
+    for number, (keys, values) in forms.items():
+        assert (long.keys(number).shape, long.values(number).shape) == (keys, values)
+        for there, here in ((long.keys, short.keys), (long.values, short.values)):
+            there(number).copy_(torch.randn(there(number).shape))
+            here(number).copy_(there(number)[:, :128])
+    assert long.latent(7).shape == (320, 18)
+    long.latent(7).copy_(torch.randn(320, 18))
+    short.latent(7).copy_(long.latent(7)[:128])
+    for place, nbytes in enumerate(representation.layer_bytes):
+        pieces = [long.buffers(place, 1, [nbytes or 0]), short.buffers(place, 1, [nbytes or 0])]
+        assert bytes(pieces[0].tobytes()) == bytes(pieces[1].tobytes())
+    assert bytes(long.buffers(3, 0, [64 * 72]).tobytes()) == long.latent(7)[:64].numpy().tobytes()
+    with pytest.raises(KeyError):
+        long.keys(7)
+
+
+def test_layers_that_differ_travel_to_a_device_and_back() -> None:
+    memory = KVMemory(MIXED, 1 << 20, context_tokens=512, device=torch.device("cpu"))
+    there, back, kv = memory.allocate_host(64), memory.allocate_host(64), memory.allocate(64)
+    assert there is not None
+    assert back is not None
+    assert isinstance(kv, DeviceKV)
+    there.latent(7).copy_(torch.randn(64, 18))
+    there.values(3).copy_(torch.randn(2, 64, 8))
+    for place in range(4):
+        kv.copy_layer(place, of=there, tokens=64)
+    kv.copy_to(back, 64)
+    assert torch.equal(back.latent(7), there.latent(7))
+    assert torch.equal(back.values(3), there.values(3))

@@ -131,7 +131,7 @@ def test_pieces_of_a_branch_are_those_of_the_trunk_and_its_own(model: TorchModel
     trunk, own = memory.allocate_host(300), memory.allocate_host(130)
     assert trunk is not None
     assert own is not None
-    for layer in range(model.shape.layers):
+    for layer in model.shape.numbers:
         for kv in (trunk, own):
             kv.keys(layer).normal_()
             kv.values(layer).normal_()

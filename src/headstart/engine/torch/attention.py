@@ -54,6 +54,8 @@ class KV(Protocol):
 
     def values(self, layer: int) -> Tensor: ...
 
+    def latent(self, layer: int) -> Tensor: ...  # [capacity, width], in layers that keep one in place of both
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Prefix:

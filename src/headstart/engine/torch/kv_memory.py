@@ -1,11 +1,12 @@
 """KV memory of running requests: bounded, counted, one contiguous region a request, seen as tensors and as pieces.
 
-    region ┌ layer 0: K head 0 │ K head 1 … │ V head 0 │ V head 1 … ┬ layer 1 … ┐     each head: [tokens, head_dim]
+    region ┌ layer 0: K head 0 │ K head 1 … │ V head 0 │ V head 1 … ┬ layer 1 … ┐     each strip: [tokens, width]
            └ each layer starts at a multiple of 4 KiB ┘
 
-Head-major, because a decoding step over 7,500 tokens takes half the time that it takes token-major; a chunk of 64 queries
-does not care. A piece (64 tokens of a layer) on a medium is K head 0, K head 1 …, V head 0 … of those tokens, so it stands for
-itself whatever the region's length was, and `buffers` names its parts where they lie: nothing is copied.
+Only layers that keep KV are here, under the numbers that they have in the model, and they may differ. Head-major, because a
+decoding step over 7,500 tokens takes half the time that it takes token-major; a chunk of 64 queries does not care. A piece (64
+tokens of a layer) on a medium is strip 0, strip 1, … of those tokens, so it stands for itself whatever the region's length was,
+and `buffers` names its parts where they lie: nothing is copied.
 
 On a GPU or MPS the KV lives there (`DeviceKV`) and host regions of the same shape are only passed through; that path is
 exercised on the CPU by the tests, but was never run on such a device.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,85 +25,159 @@ import torch
 from torch import Tensor
 
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.block.representation import Representation
+from headstart.block.representation import KVKind, Representation
 from headstart.tier.arena import ALIGNMENT, Arena, Region
 
-LAYOUT = "torch/piece-kv-head-token-dim/1"
+_PLAIN = "torch/piece-kv-head-token-dim/1"
+_JOINED = "torch/piece-head-token-key-value/1"
+_LATENT = "torch/piece-token-latent-rope/1"
 
 _PASSAGES = 4  # full contexts that may pass through host memory at once on their way to or from a device
 _WARM_CONTEXTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """The KV of a model: `layers` of `heads` KV heads, `width` numbers a head and token."""
+class LayerKV:
+    """What layer `number` of a model keeps of each token: `strips` runs of `width` numbers, each a plane [tokens, width].
 
-    layers: int
-    heads: int
+    A plain layer has a strip for each head's keys, then one for each head's values. With `key_width`, keys and values differ
+    in width: a head has one strip, `key_width` numbers of the key and then the value. `latent`: one strip, of which all heads
+    make their keys and values (MLA)."""
+
+    number: int
+    strips: int
     width: int
+    key_width: int | None = None
+    latent: bool = False
+
+    @property
+    def heads(self) -> int:
+        """KV heads; 1 for a latent."""
+        return self.strips if self.latent or self.key_width is not None else self.strips // 2
+
+    @property
+    def layout(self) -> str:
+        return _LATENT if self.latent else _PLAIN if self.key_width is None else _JOINED
+
+    def keys_and_values(self, planes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]."""
+        assert not self.latent
+        if self.key_width is not None:
+            return planes[:, :, : self.key_width], planes[:, :, self.key_width :]
+        return planes[: self.heads], planes[self.heads :]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of a model: the layers that keep any, in the order in which the model runs them."""
+
+    layers: tuple[LayerKV, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def alike(cls, layers: int, *, heads: int, width: int, dtype: torch.dtype) -> Self:
+        """Return the shape of a model of so many equal plain layers."""
+        return cls(tuple(LayerKV(number, 2 * heads, width) for number in range(layers)), dtype)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [layer.number for layer in self.layers]
 
     @property
     def token_bytes(self) -> int:
-        return self.layers * 2 * self.heads * self.head_token_bytes
+        return sum(layer.strips * layer.width for layer in self.layers) * self.dtype.itemsize
 
-    @property
-    def head_token_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
+    def place(self, number: int) -> int:
+        """Return where the model's layer `number` stands among the layers that keep KV, as the cache counts them."""
+        return self.numbers.index(number)
 
-    def layer_bytes(self, tokens: int) -> int:
-        """Bytes of one layer of a region for `tokens` tokens, up to a multiple of ALIGNMENT."""
-        return -(-2 * self.heads * tokens * self.head_token_bytes // ALIGNMENT) * ALIGNMENT
+    def part_bytes(self, place: int) -> int:
+        """Bytes of one strip of one piece."""
+        return self.layers[place].width * self.dtype.itemsize * BLOCK_TOKENS
+
+    def piece_bytes(self, place: int) -> int:
+        return self.layers[place].strips * self.part_bytes(place)
+
+    def layer_bytes(self, place: int, tokens: int) -> int:
+        """Bytes of one layer of a region for `tokens` tokens, whole blocks, up to a multiple of ALIGNMENT."""
+        return -(-self.piece_bytes(place) * tokens // BLOCK_TOKENS // ALIGNMENT) * ALIGNMENT
 
     def region_bytes(self, tokens: int) -> int:
-        return self.layers * self.layer_bytes(_whole_blocks(tokens))
+        return sum(self.layer_bytes(place, _whole_blocks(tokens)) for place in range(len(self.layers)))
 
     def representation(self, *, query_heads: int) -> Representation:
         """How pieces of this KV are laid down; `query_heads` tells MHA from GQA."""
-        piece = 2 * self.heads * BLOCK_TOKENS * self.head_token_bytes
+        kind: KVKind = "mha" if all(layer.heads == query_heads for layer in self.layers) else "gqa"
+        if any(layer.latent for layer in self.layers):
+            kind = "mla"
         return Representation(
-            kind="mha" if query_heads == self.heads else "gqa",
-            layout=LAYOUT,
+            kind=kind,
+            layout=" + ".join(sorted({layer.layout for layer in self.layers})),
             dtype=str(self.dtype).removeprefix("torch."),
-            layer_bytes=(piece,) * self.layers,
+            layer_bytes=tuple(self.piece_bytes(place) for place in range(len(self.layers))),
+            layer_numbers=tuple(self.numbers),
         )
 
 
-class HostKV:
+class LayerViews:
+    """The KV of one request as attention sees it: `planes[i]` [strips, capacity, width] belongs to `shape.layers[i]`; it is
+    asked for by the model's number of a layer."""
+
+    def __init__(self, shape: KVShape, planes: Sequence[Tensor]) -> None:
+        self._shape = shape
+        self._planes = list(planes)
+        self._latent: dict[int, Tensor] = {}
+        self._both: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, plane in zip(shape.layers, planes, strict=True):
+            if layer.latent:
+                self._latent[layer.number] = plane[0]
+            else:
+                self._both[layer.number] = layer.keys_and_values(plane)
+
+    def keys(self, layer: int) -> Tensor:
+        """Return [kv_heads, capacity, width]."""
+        return self._both[layer][0]
+
+    def values(self, layer: int) -> Tensor:
+        return self._both[layer][1]
+
+    def latent(self, layer: int) -> Tensor:
+        """Return [capacity, width] of a layer with latent attention."""
+        return self._latent[layer]
+
+    def _forget(self) -> None:
+        self._planes, self._latent, self._both = [], {}, {}
+
+
+class HostKV(LayerViews):
     """KV of one request in host memory; a `KVView` and the `KV` that attention sees. Counted like its region."""
 
     def __init__(self, region: Region, shape: KVShape, tokens: int) -> None:
         self.capacity_tokens = tokens
-        self._shape = shape
         self._region = region
         self._view = region.view.cast("B")
-        stride = shape.layer_bytes(tokens)
-        numbers = 2 * shape.heads * tokens * shape.width
-        form = (2, shape.heads, tokens, shape.width)
-        layers = [
-            torch.frombuffer(region.view, dtype=shape.dtype, offset=layer * stride, count=numbers).view(form)
-            for layer in range(shape.layers)
-        ]
-        self._keys = [layer[0] for layer in layers]
-        self._values = [layer[1] for layer in layers]
-
-    def keys(self, layer: int) -> Tensor:
-        return self._keys[layer]
-
-    def values(self, layer: int) -> Tensor:
-        return self._values[layer]
+        self._offsets = [0]
+        planes = []
+        for place, layer in enumerate(shape.layers):
+            form = (layer.strips, tokens, layer.width)
+            numbers = layer.strips * tokens * layer.width
+            planes.append(torch.frombuffer(region.view, dtype=shape.dtype, offset=self._offsets[-1], count=numbers).view(form))
+            self._offsets.append(self._offsets[-1] + shape.layer_bytes(place, tokens))
+        super().__init__(shape, planes)
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """See `KVView`: u8 [pieces, 2 · heads, bytes of 64 tokens of a head]."""
-        shape, blocks = self._shape, self.capacity_tokens // BLOCK_TOKENS
-        part = shape.head_token_bytes * BLOCK_TOKENS
-        if any(size != 2 * shape.heads * part for size in sizes):
-            raise ValueError(f"pieces of this KV have {2 * shape.heads * part} bytes, asked for {sorted(set(sizes))}")
+        """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of 64 tokens of a strip]."""
+        blocks, part, piece = (
+            self.capacity_tokens // BLOCK_TOKENS,
+            self._shape.part_bytes(layer),
+            self._shape.piece_bytes(layer),
+        )
+        if any(size != piece for size in sizes):
+            raise ValueError(f"pieces of this KV have {piece} bytes, asked for {sorted(set(sizes))}")
         if first + len(sizes) > blocks:
             raise ValueError(f"pieces {first} to {first + len(sizes)} are past the {self.capacity_tokens} tokens of this KV")
-        base = layer * shape.layer_bytes(self.capacity_tokens)
-        heads = np.frombuffer(self._view, np.uint8, 2 * shape.heads * blocks * part, base).reshape(-1, blocks, part)
-        return heads[:, first : first + len(sizes)].transpose(1, 0, 2)
+        strips = np.frombuffer(self._view, np.uint8, blocks * piece, self._offsets[layer]).reshape(-1, blocks, part)
+        return strips[:, first : first + len(sizes)].transpose(1, 0, 2)
 
     def retain(self) -> None:
         self._region.retain()
@@ -110,7 +186,7 @@ class HostKV:
         self._region.release()
 
 
-class DeviceKV:
+class DeviceKV(LayerViews):
     """KV of one request on a device, with the memory of its `KVMemory` counted. Loads and saves pass through a `HostKV`."""
 
     def __init__(self, shape: KVShape, tokens: int, device: torch.device, memory: KVMemory) -> None:
@@ -118,32 +194,34 @@ class DeviceKV:
         self._memory = memory
         self._bytes = shape.region_bytes(tokens)
         self._references = 1
-        form = (2, shape.heads, tokens, shape.width)
-        layers = [torch.empty(form, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
-        self._keys = [layer[0] for layer in layers]
-        self._values = [layer[1] for layer in layers]
+        super().__init__(
+            shape,
+            [torch.empty((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+        )
 
-    def keys(self, layer: int) -> Tensor:
-        return self._keys[layer]
-
-    def values(self, layer: int) -> Tensor:
-        return self._values[layer]
-
-    def copy_layer(self, layer: int, *, of: HostKV, tokens: int) -> None:
-        """Take the first `tokens` tokens of `layer` from host memory."""
-        self._keys[layer][:, :tokens].copy_(of.keys(layer)[:, :tokens])
-        self._values[layer][:, :tokens].copy_(of.values(layer)[:, :tokens])
+    def copy_layer(self, place: int, *, of: HostKV, tokens: int) -> None:
+        """Take the first `tokens` tokens of the layer at `place` from host memory."""
+        self._planes[place][:, :tokens].copy_(of._planes[place][:, :tokens])
 
     def copy_to(self, host: HostKV, tokens: int) -> None:
-        for layer in range(len(self._keys)):
-            host.keys(layer)[:, :tokens].copy_(self._keys[layer][:, :tokens])
-            host.values(layer)[:, :tokens].copy_(self._values[layer][:, :tokens])
+        for there, here in zip(host._planes, self._planes, strict=True):
+            there[:, :tokens].copy_(here[:, :tokens])
 
     def retain(self) -> None:
         self._memory._count(self, +1)
 
     def release(self) -> None:
         self._memory._count(self, -1)
+
+
+class ScratchKV(LayerViews):
+    """KV outside the engine's memory, for probes and reference runs."""
+
+    def __init__(self, shape: KVShape, tokens: int, device: torch.device) -> None:
+        super().__init__(
+            shape,
+            [torch.zeros((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+        )
 
 
 class KVMemory:
@@ -244,7 +322,7 @@ class KVMemory:
             kv._references += step
             if kv._references == 0:
                 self._device_used -= kv._bytes
-                kv._keys, kv._values = [], []
+                kv._forget()
 
 
 def _whole_blocks(tokens: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.engine.torch import attention, packing
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.hardware import choose_device, choose_dtype
-from headstart.engine.torch.kv_memory import KVShape
+from headstart.engine.torch.kv_memory import KVShape, ScratchKV
 from headstart.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class TorchModel:
         self.vocabulary: int = text.vocab_size
         self.device: torch.device = next(module.parameters()).device
         self.dtype: torch.dtype = next(module.parameters()).dtype
-        self.shape = KVShape(
-            layers=text.num_hidden_layers,
+        self.shape = KVShape.alike(
+            text.num_hidden_layers,
             heads=getattr(text, "num_key_value_heads", None) or self.heads,
             width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
             dtype=self.dtype,
@@ -57,7 +57,7 @@ class TorchModel:
         Writes the KV of every token at its position. Whatever `step.before_layer` raises passes through; running the same
         step again then writes the same bytes."""
         if len(rows) < len(tokens):
-            step.last = (self.shape.layers - 1, frozenset(rows))
+            step.last = (self.shape.numbers[-1], frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
         output = self.module(
             input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
@@ -163,7 +163,7 @@ def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
         for chunk in _PROBE_CHUNKS:
             step = Step([Segment(kv, 0, chunk, first)])
             got.append(model.forward(tokens[first : first + chunk], step, rows=range(chunk)))
-            if step.attended != list(range(model.shape.layers)):
+            if step.attended != model.shape.numbers:
                 raise ModelError(
                     f"{model.name} ({model.config.model_type}) has layers that are not plain attention; {_SERVED} served"
                 )
@@ -186,19 +186,6 @@ def _not_run(model: TorchModel, error: Exception) -> ModelError:
     return ModelError(
         f"{model.name} ({model.config.model_type}) cannot be run by this version ({_first_line(error)}); {_SERVED} served"
     )
-
-
-class ScratchKV:
-    """KV outside the engine's memory, for probes and reference runs."""
-
-    def __init__(self, shape: KVShape, tokens: int, device: torch.device) -> None:
-        self._both = torch.zeros(shape.layers, 2, shape.heads, tokens, shape.width, dtype=shape.dtype, device=device)
-
-    def keys(self, layer: int) -> Tensor:
-        return self._both[layer, 0]
-
-    def values(self, layer: int) -> Tensor:
-        return self._both[layer, 1]
 
 
 def _refuse_unserved(config: Any, folder: Path) -> None:

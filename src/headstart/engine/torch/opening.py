@@ -55,7 +55,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
             vocabulary=model.vocabulary,
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
-            layers=model.shape.layers,
+            layers=len(model.shape.layers),
             kv_bytes_per_token=model.shape.token_bytes,
             cache=said,
         ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headstart.cache.prefix_cache import Lease, Load, PrefixCache
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape
 from headstart.engine.torch.sharing import BranchKV
 
 
@@ -20,7 +20,7 @@ class PrefixLoad:
 
     Two references to host memory: one until no read can touch it any more, one until the engine calls `release`."""
 
-    def __init__(self, lease: Lease, kv: HostKV | DeviceKV, host: HostKV, *, layers: int, timeout_s: float) -> None:
+    def __init__(self, lease: Lease, kv: HostKV | DeviceKV, host: HostKV, *, shape: KVShape, timeout_s: float) -> None:
         self.tokens = lease.tokens
         self.failed = False
         self.done = False  # no read can touch the host memory any more
@@ -28,7 +28,7 @@ class PrefixLoad:
         self.deadline_s = self.started_s + timeout_s
         self._device_kv = kv if isinstance(kv, DeviceKV) else None
         self._host = host
-        self._layers = layers
+        self._shape = shape
         self._copied = 0  # layers that are on the device
         self._load: Load = lease.load(into=host)
         host.retain()
@@ -38,14 +38,15 @@ class PrefixLoad:
         return time.monotonic() >= self.deadline_s
 
     def wait(self, layer: int, timeout_s: float) -> None:
-        """Return when `layer` may be attended. Raises LoadFailed."""
+        """Return when the model's layer `layer` may be attended. Raises LoadFailed."""
+        layer = self._shape.place(layer)
         self._load.wait(layer, timeout_s=max(0.0, min(timeout_s, self.deadline_s - time.monotonic())))
         self._to_device(layer + 1, self.tokens)
 
     def outcome(self) -> Outcome:
         """Return what came of it; only when `done`, or after `wait` returned for every layer."""
         usable = min(self._load.usable_tokens, self.tokens)
-        self._to_device(self._layers, usable)
+        self._to_device(len(self._shape.layers), usable)
         by_tier = self._load.tokens_by_tier
         memory = min(usable, by_tier.get("memory", 0))
         return Outcome(
@@ -108,7 +109,7 @@ class PrefixBridge:
             lease.release()
             return None
         try:
-            loading = PrefixLoad(lease, kv, host, layers=self._memory.shape.layers, timeout_s=self._timeout_s)
+            loading = PrefixLoad(lease, kv, host, shape=self._memory.shape, timeout_s=self._timeout_s)
         except BaseException:
             lease.release()
             host.release()

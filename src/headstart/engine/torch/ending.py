@@ -1,0 +1,76 @@
+"""How a request ends, from any state: what is good is saved, everything is freed, the last event is sent. Each once."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from headstart.engine.base import FinishReason, TokenEvent
+from headstart.engine.torch.loading import Loads
+from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.roster import Roster
+from headstart.engine.torch.sampler import Choice
+from headstart.engine.torch.sequence import Sequence
+from headstart.metrics import Counters
+
+_log = logging.getLogger(__name__)
+
+
+class Endings:
+    """For the engine's thread."""
+
+    def __init__(self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters) -> None:
+        self._roster = roster
+        self._loads = loads
+        self._bridge = bridge
+        self._counters = counters
+
+    def save(self, sequence: Sequence) -> None:
+        """Give what is computed to the cache, if it is more full blocks than were given before."""
+        whole = sequence.computed // 64 * 64
+        if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
+            return
+        sequence.saved = whole
+        try:
+            self._bridge.save(sequence.tokens[: sequence.computed], sequence.kv, salt=sequence.request.salt)
+        except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
+            self._counters.add("save_faults")
+            _log.exception("saving request %s failed", sequence.request.id)
+
+    def end(self, sequence: Sequence, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
+        """Save what is good, free everything, send the last event, with the `last` token if any. Once, from any state."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        self._roster.remove(sequence)
+        try:
+            if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
+                sequence.load.cancel()
+                self._loads.drop(sequence)
+            elif finish != "error":
+                self.save(sequence)
+            sequence.release_kv()
+        finally:
+            self._roster.forget(sequence)
+            self._counters.add(f"finished_{finish}")
+            token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
+            self.emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
+
+    def end_all(self, finish: FinishReason, error: str | None) -> None:
+        """End every request, whoever fails at it."""
+        for sequence in self._roster.all():
+            try:
+                self.end(sequence, finish, error=error)
+            except Exception:  # noqa: BLE001 - a request's outer edge: the others are ended all the same
+                self._counters.add("engine_faults")
+                _log.exception("request %s could not give back what it held", sequence.request.id)
+
+    def emit(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Tell who asked; a receiver that fails ends its own request."""
+        try:
+            sequence.on_event(event)
+        except Exception:  # noqa: BLE001 - the edge to whoever asked
+            self._counters.add("callback_faults")
+            _log.exception("the receiver of request %s failed; the request is ended", sequence.request.id)
+            sequence.aborted = True
+            self._roster.wake.set()

@@ -1,0 +1,111 @@
+"""One step: a forward pass over all that the plan names, and a token to each whose prompt is through."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Several
+
+from headstart.engine.base import TokenEvent
+from headstart.engine.torch.attention import Step
+from headstart.engine.torch.ending import Endings
+from headstart.engine.torch.loading import Loads
+from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.roster import Roster
+from headstart.engine.torch.sampler import Choice, choose
+from headstart.engine.torch.scheduler import Work
+from headstart.engine.torch.sequence import Sequence
+from headstart.errors import LoadFailed
+from headstart.metrics import Counters
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
+
+
+class _Abandoned(Exception):
+    """The step in progress is given up; its requests stay as they were before it."""
+
+
+class Stepper:
+    """For the engine's thread."""
+
+    def __init__(self, model: TorchModel, roster: Roster, loads: Loads, endings: Endings, counters: Counters) -> None:
+        self._model = model
+        self._roster = roster
+        self._loads = loads
+        self._endings = endings
+        self._counters = counters
+
+    def step(self, work: Several[Work]) -> None:
+        """Compute `work`, or give it up. What fails ends the requests of the step, and nothing else."""
+        tokens: list[int] = []
+        segments, rows, complete = [], [], []
+        for item in work:
+            sequence = item.sequence
+            segments.append(sequence.segment(len(tokens), item.count))
+            tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
+            if item.count == sequence.pending:
+                rows.append(len(tokens) - 1)
+                complete.append(sequence)
+        try:
+            logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
+            chosen = choose(logits, [sequence.sampler for sequence in complete])
+        except _Abandoned:
+            self._counters.add("steps_abandoned")
+            return
+        except Exception as error:  # noqa: BLE001 - a step's outer edge
+            self._counters.add("step_faults")
+            _log.exception("a step over %d tokens failed; its %d requests are ended", len(tokens), len(work))
+            for item in work:
+                self._endings.end(
+                    item.sequence, "error", error=f"computing failed ({type(error).__name__}); the server's log has the details"
+                )
+            return
+        self._counters.add("steps")
+        for item in work:
+            if item.sequence.load is not None:  # every layer of it was waited for, so all of it is good
+                self._loads.adopt(item.sequence, item.sequence.load.outcome())
+            item.sequence.computed += item.count
+        for sequence, choice in zip(complete, chosen, strict=True):
+            if sequence.aborted:
+                continue  # its last event comes before the next step
+            self._deliver(sequence, choice)
+            if sequence.generated == 1 and not sequence.ended:
+                self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
+
+    def _before_layer(self, work: Several[Work], layer: int) -> None:
+        """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
+        the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
+        wanted = [item for item in work if not item.sequence.aborted]
+        if self._roster.closing or not wanted or any(item.sequence.aborted and not item.sequence.decoding for item in work):
+            raise _Abandoned
+        for item in work:
+            load = item.sequence.load
+            while load is not None:
+                try:
+                    load.wait(layer, _PATIENCE_S)
+                    break
+                except LoadFailed as error:
+                    if not error.facts.get("timed_out"):
+                        load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
+                        raise _Abandoned from error
+                    if load.overdue or self._roster.closing or self._roster.mail:
+                        raise _Abandoned from error
+
+    def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
+        if isinstance(choice, str):
+            self._counters.add("choice_faults")
+            self._endings.end(sequence, "error", error=choice)
+            return
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.monotonic()
+        if choice.token in sequence.request.stop_ids:
+            self._endings.end(sequence, "stop")
+            return
+        sequence.tokens.append(choice.token)
+        self._counters.add("generated_tokens")
+        if sequence.generated == sequence.max_tokens:
+            self._endings.end(sequence, "length", last=choice)
+        else:
+            self._endings.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))
