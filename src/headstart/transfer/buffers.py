@@ -6,6 +6,7 @@ Copies go through NumPy because it lets go of the GIL while it copies; a slice a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ def total_bytes(buffers: Bytes) -> int:
 
 def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memoryview]]:
     """Return, for consecutive runs of `sizes` bytes, the parts of `buffers` that hold each. Together they must suffice."""
+    if len(buffers) == 1:  # as most often
+        ends = list(accumulate(sizes))
+        return [[buffers[0][end - size : end]] if size else [] for end, size in zip(ends, sizes, strict=True)]
     runs = []
     rest = iter(buffers)
     left = memoryview(b"")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.block.checks import CHECK_BYTES, count_right
+from headstart.block.checks import count_right
 from headstart.block.extent import ExtentHeader, ExtentLayout, decode_header
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt, StoreError
@@ -134,9 +134,8 @@ class _Job:
             assert not isinstance(part.buffers, np.ndarray)  # which is never read into directly
             payload = part.buffers
         first, count, per_piece = self._in_extent(0), len(part.sizes), self.prompt.representation.blocks_per_piece
-        checks = header.checks[part.layer, first : first + count].tobytes()
         return count_right(
-            [checks[at : at + CHECK_BYTES] for at in range(0, len(checks), CHECK_BYTES)],
+            header.checks[part.layer, first : first + count].tobytes(),
             algorithm=header.algorithm,
             representation=self.prompt.digest,
             keys=header.keys[(first + 1) * per_piece - 1 : (first + count) * per_piece : per_piece],
@@ -233,7 +232,7 @@ class _HeadJob(_Job):
             return self.fault("stale", f"extent {self.span.extent} holds other blocks than the tier says")
         theirs = header.tokens[there * BLOCK_TOKENS : (there + count) * BLOCK_TOKENS]
         ours = self.prompt.tokens[here * BLOCK_TOKENS : (here + count) * BLOCK_TOKENS]
-        if len(theirs) != len(ours) or not (theirs == ours).all():
+        if theirs.tobytes() != ours.tobytes():
             return self.fault("collision", f"extent {self.span.extent} has the keys but not the tokens of the prompt")
         return None
 
