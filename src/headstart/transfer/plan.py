@@ -19,7 +19,7 @@ from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.tier.base import ExtentId, Tier
-from headstart.transfer.io_pool import FIRST_BYTES, REQUEST_BYTES, IOPool, Job
+from headstart.transfer.io_pool import REQUEST_BYTES, IOPool, Job
 from headstart.transfer.load import Fault
 
 
@@ -74,12 +74,14 @@ class Head(Job, Protocol):
         ...
 
 
-def read_with_head(representation: Representation, *, header_bytes: int, first: int, wanted: int) -> int:
-    """Return how many pieces of layer 0 are read in one request with the header: those that lie right behind it."""
+def read_with_head(representation: Representation, *, first: int, wanted: int) -> int:
+    """Return how many pieces of layer 0 are read in one request with the header: of those that lie right behind it as many as
+    in a request of any layer."""
     size = representation.layer_bytes[0]
     if size is None or first:
         return 0
-    return min(wanted, max(1, (FIRST_BYTES - header_bytes) // size))
+    requests = -(-wanted // max(1, REQUEST_BYTES // size))
+    return -(-wanted // requests)
 
 
 @lru_cache(maxsize=256)

@@ -195,7 +195,7 @@ class _HeadJob(_Job):
             raise StoreError(f"extent {span.extent} is gone")
         together = 0
         if not self.alone:
-            together = read_with_head(representation, header_bytes=shape.header_bytes, first=span.first, wanted=wanted)
+            together = read_with_head(representation, first=span.first, wanted=wanted)
         part = self.part(0, shape.header_bytes, [representation.layer_bytes[0] or 0] * together)
         try:
             head = self.read(staging, [part], head_bytes=shape.header_bytes)
