@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.errors import RequestError
 
 
 def measure_floor(
-    model: TorchModel,
+    model: Model,
     memory: KVMemory,
     bridge: PrefixBridge | None,
     prompt: Sequence[int],
@@ -32,8 +32,13 @@ def measure_floor(
     try:
         here = 0 if bridge is None else _loaded(bridge, prompt[:cached_tokens], kv, timeout_s=30.0)
         _compute(model, kv, prompt[:cached_tokens], first=here, chunk_tokens=chunk_tokens)
+        state = None if kv.state is None else kv.state.copied()
         seconds = []
-        for _ in range(rounds):
+        for number in range(rounds):
+            if kv.state is not None and state is not None:
+                kv.state.take(state, cached_tokens)
+            elif kv.stock is not None and number:  # what it keeps cannot be cut back
+                _compute(model, kv, prompt[:cached_tokens], first=0, chunk_tokens=chunk_tokens)
             started = time.perf_counter()
             _compute(model, kv, prompt, first=cached_tokens, chunk_tokens=chunk_tokens)
             seconds.append(time.perf_counter() - started)
@@ -52,7 +57,7 @@ def _loaded(bridge: PrefixBridge, tokens: Sequence[int], kv: HostKV | DeviceKV, 
         load.release()
 
 
-def _compute(model: TorchModel, kv: HostKV | DeviceKV, tokens: Sequence[int], *, first: int, chunk_tokens: int) -> None:
+def _compute(model: Model, kv: HostKV | DeviceKV, tokens: Sequence[int], *, first: int, chunk_tokens: int) -> None:
     """Compute tokens[first:] in chunks, and the last one's best successor."""
     while first < len(tokens):
         count = min(chunk_tokens, len(tokens) - first)
