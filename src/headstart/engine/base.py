@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy. `top_p` in (0, 1], `top_k` 0 means all, `min_p` in [0, 1): tokens with less than that share of
+    """temperature 0 is greedy. `top_p` in (0, 1], `top_k` 0 means all, `min_p` in [0, 1]: tokens with less than that share of
     the best one's probability are never drawn. Equal seeds give equal tokens for equal logits.
 
     Penalties act on logits before anything else and hold for greedy answers too. `presence_penalty` and `frequency_penalty`
@@ -35,7 +35,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted. `salt` keeps tenants apart.
+    """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
+    `min_tokens` others were. `salt` keeps tenants apart.
 
     `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
@@ -50,6 +51,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     salt: str | None = None
     use_cache: bool = True
+    min_tokens: int = 0
     logprobs: int | None = None
     priority: int = 0
     tenant: str = ""

@@ -9,6 +9,7 @@ from headstart.engine.base import FinishReason, TokenEvent
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.roster import Roster
+from headstart.engine.torch.sampler import Choice
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
 
@@ -36,8 +37,8 @@ class Endings:
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
-    def end(self, sequence: Sequence, finish: FinishReason, *, token: int | None = None, error: str | None = None) -> None:
-        """Save what is good, free everything, send the last event. Once, from any state."""
+    def end(self, sequence: Sequence, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
+        """Save what is good, free everything, send the last event, with the `last` token if any. Once, from any state."""
         if sequence.ended:
             return
         sequence.ended = True
@@ -52,7 +53,8 @@ class Endings:
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")
-            self.emit(sequence, TokenEvent(token, finish=finish, receipt=sequence.receipt(time.monotonic()), error=error))
+            token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
+            self.emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
 
     def end_all(self, finish: FinishReason, error: str | None) -> None:
         """End every request, whoever fails at it."""

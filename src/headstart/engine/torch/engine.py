@@ -102,7 +102,13 @@ class TorchEngine:
             submitted_s=time.monotonic(),
             max_tokens=min(request.max_tokens, self.info.context_tokens - len(request.prompt)),
             tokens=list(request.prompt),
-            sampler=Sampler(request.sampling),
+            sampler=Sampler(
+                request.sampling,
+                prompt=request.prompt,
+                logprobs=request.logprobs,
+                min_tokens=request.min_tokens,
+                stop_ids=request.stop_ids,
+            ),
             use_cache=request.use_cache and self._bridge is not None,
         )
         with self._roster.lock:

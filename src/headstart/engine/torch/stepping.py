@@ -12,7 +12,7 @@ from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.model import Model
 from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sampler import choose
+from headstart.engine.torch.sampler import Choice, choose
 from headstart.engine.torch.scheduler import Work
 from headstart.engine.torch.sequence import Sequence
 from headstart.errors import LoadFailed
@@ -67,10 +67,10 @@ class Stepper:
             if item.sequence.load is not None:  # every layer of it was waited for, so all of it is good
                 self._loads.adopt(item.sequence, item.sequence.load.outcome())
             item.sequence.computed += item.count
-        for sequence, token in zip(complete, chosen, strict=True):
+        for sequence, choice in zip(complete, chosen, strict=True):
             if sequence.aborted:
                 continue  # its last event comes before the next step
-            self._deliver(sequence, token)
+            self._deliver(sequence, choice)
             if sequence.generated == 1 and not sequence.ended:
                 self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
 
@@ -93,19 +93,19 @@ class Stepper:
                     if load.overdue or self._roster.closing or self._roster.mail:
                         raise _Abandoned from error
 
-    def _deliver(self, sequence: Sequence, token: int | str) -> None:
-        if isinstance(token, str):
+    def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
+        if isinstance(choice, str):
             self._counters.add("choice_faults")
-            self._endings.end(sequence, "error", error=token)
+            self._endings.end(sequence, "error", error=choice)
             return
         if sequence.first_token_s is None:
             sequence.first_token_s = time.monotonic()
-        if token in sequence.request.stop_ids:
+        if choice.token in sequence.request.stop_ids:
             self._endings.end(sequence, "stop")
             return
-        sequence.tokens.append(token)
+        sequence.tokens.append(choice.token)
         self._counters.add("generated_tokens")
         if sequence.generated == sequence.max_tokens:
-            self._endings.end(sequence, "length", token=token)
+            self._endings.end(sequence, "length", last=choice)
         else:
-            self._endings.emit(sequence, TokenEvent(token))
+            self._endings.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))
