@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from held_cache import eventually
-from odd_models import RECURRENT
 from reference import ask, engine_of, loaded, some_tokens, stock, stock_generate, stock_logits
 
 from headstart.engine.torch.attention import Segment, Step
@@ -16,6 +15,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.model import TorchModel
+from odd_models import RECURRENT
 
 Folders = Callable[..., Path]
 TOLERANCE = 2e-3

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from held_cache import eventually
-from odd_models import AS_THEY_ARE
 from reference import ask, engine_of, some_tokens, stock, stock_generate
 
 from headstart.config import CacheConfig, Config, EngineConfig
@@ -18,6 +17,7 @@ from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.model import load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ModelError
+from odd_models import AS_THEY_ARE
 
 Folders = Callable[..., Path]
 
