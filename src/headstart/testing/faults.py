@@ -22,6 +22,7 @@ from headstart.tier.base import (
     Placement,
     Problem,
     ReadRange,
+    Shape,
     Terms,
     Tier,
     TierStatistics,
@@ -101,6 +102,9 @@ class FaultyTier:
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         return self.inner.info(extent)
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        return self.inner.shape(extent)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._strike("lease")
