@@ -23,6 +23,7 @@ from headstart.engine.torch import deterministic, stepping
 from headstart.engine.torch.deterministic import CHUNK_TOKENS, make_deterministic, next_count, reached
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.recurrent import StateShape
 from headstart.engine.torch.sampler import Sampler, choose
 from headstart.errors import ConfigError
 
@@ -193,6 +194,13 @@ def test_a_model_on_a_device_is_refused(llama: Bench) -> None:
     model = loaded(llama.folder)
     model.device = torch.device("cuda")
     with pytest.raises(ConfigError, match="CPUs only"):
+        make_deterministic(model)
+
+
+def test_a_model_with_recurrent_layers_is_refused(llama: Bench) -> None:
+    model = loaded(llama.folder)
+    model.shape = replace(model.shape, state=StateShape((), 3))
+    with pytest.raises(ConfigError, match="recurrent layers"):
         make_deterministic(model)
 
 

@@ -28,8 +28,9 @@ import transformers
 
 from headstart import __version__
 from headstart.engine.torch.kernel import kernel
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.packing import PackedLinear
+from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError
 
 CHUNK_TOKENS = 256
@@ -56,17 +57,25 @@ def reached(*, computed: int, count: int) -> int:
     return end - CHUNK_TOKENS if end % CHUNK_TOKENS == 0 and count < CHUNK_TOKENS else end
 
 
-def make_deterministic(model: TorchModel) -> None:
-    """Let the model's KV be stored in whole chunks, apart from all that is computed otherwise. Raises ConfigError."""
+def make_deterministic(model: Model) -> str:
+    """Let the model's KV be stored in whole chunks, apart from all that is computed otherwise, and return on what its bits
+    depend. Raises ConfigError for a model whose bits would depend on more."""
+    why = None
     if model.device.type != "cpu":
-        raise ConfigError(
-            f"engine.deterministic holds on CPUs only, and the model is on {model.device.type}; set engine.device to cpu",
-            key="engine.deterministic",
-        )
-    model.shape = replace(model.shape, piece_tokens=CHUNK_TOKENS, manner=f"deterministic/1 {_digest(circumstances(model))}")
+        why = f"holds on CPUs only, and the model is on {model.device.type}; set engine.device to cpu"
+    elif isinstance(model, StockModel):
+        why = f"is not possible with {model.name}, which runs as it is; take another model, or leave it out"
+    elif model.shape.state is not None:  # a chunk cannot be computed anew: the state has gone on
+        why = f"is not possible with {model.name}, whose recurrent layers keep a state; take another model, or leave it out"
+    if why is not None:
+        raise ConfigError(f"engine.deterministic {why}", key="engine.deterministic")
+    depends = _circumstances(model)
+    digest = sha256(depends.encode()).hexdigest()[:16]
+    model.shape = replace(model.shape, piece_tokens=CHUNK_TOKENS, manner=f"deterministic/1 {digest}")
+    return depends
 
 
-def circumstances(model: TorchModel) -> str:
+def _circumstances(model: Model) -> str:
     """Return, in one line, on what the bits depend beside weights and tokens."""
     native = kernel()
     packed = any(isinstance(one, PackedLinear) for one in model.module.modules())
@@ -83,10 +92,6 @@ def circumstances(model: TorchModel) -> str:
             f"chunks of {CHUNK_TOKENS}",
         )
     )
-
-
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

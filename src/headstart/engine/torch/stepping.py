@@ -12,7 +12,7 @@ from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice, choose
@@ -35,7 +35,7 @@ class Stepper:
     """For the engine's thread. `alone`: each request in a pass of its own, in the chunks of `deterministic`."""
 
     def __init__(
-        self, model: TorchModel, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, alone: bool
+        self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, alone: bool
     ) -> None:
         self._model = model
         self._roster = roster
