@@ -35,7 +35,12 @@ class Endings:
             return
         sequence.saved = whole
         try:
-            self._bridge.save(sequence.tokens[: sequence.computed], sequence.kv, salt=sequence.request.salt)
+            self._bridge.save(
+                sequence.tokens[: sequence.computed],
+                sequence.kv,
+                salt=sequence.request.salt,
+                identity=sequence.identity,
+            )
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)

@@ -39,6 +39,7 @@ class Loads:
                 sequence.request.prompt,
                 sequence.kv,
                 salt=sequence.request.salt,
+                identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
             )

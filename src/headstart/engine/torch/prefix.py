@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache
 from headstart.engine.speeds import ReadAccount, Speeds
@@ -54,12 +55,14 @@ class PrefixBridge:
         kv: HostKV | DeviceKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         ahead_s: float = 0.0,
         mix: bool = False,
     ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
         """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
+        `identity`: of the blocks, where it is not the model's alone.
         A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
-        lease = self._cache.match(tokens, salt=salt)
+        lease = self._cache.match(tokens, salt=salt, identity=identity)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
         try:
@@ -76,12 +79,19 @@ class PrefixBridge:
         with self._cache.match(tokens, salt=salt) as lease:
             return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
+    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt) as lease:
+        with self._cache.match(tokens, salt=salt, identity=identity) as lease:
             return lease.tokens
 
-    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
+    def save(
+        self,
+        tokens: Sequence[int],
+        kv: HostKV | DeviceKV | BranchKV,
+        *,
+        salt: str | None,
+        identity: Identity | None = None,
+    ) -> None:
         """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
         host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
         if host is None:
@@ -91,7 +101,7 @@ class PrefixBridge:
         try:
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt)
+            ticket = self._cache.save(tokens, host, salt=salt, identity=identity)
         except BaseException:
             host.release()
             raise

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
+from headstart.block.identity import Identity
 from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
 from headstart.engine.torch.attention import Prefix, Segment
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
@@ -29,6 +30,7 @@ class Sequence:
     tokens: list[int]  # prompt and answer so far
     sampler: Sampler
     use_cache: bool
+    identity: Identity | None = None  # of its blocks; None: the model's alone
     reload: bool = True  # False once a load was too slow: it is not tried again
     aborted: bool = False  # set by any thread, read by the engine's
     ended: bool = False

@@ -101,6 +101,8 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     for one in running:
         if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):
             continue
+        if one.request.adapter != sequence.request.adapter:
+            continue
         tokens = _common(sequence.request.prompt, one.tokens)
         if isinstance(one.kv, BranchKV):
             tokens = min(tokens, one.kv.prefix.tokens)
