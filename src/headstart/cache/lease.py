@@ -82,11 +82,11 @@ class Lease:
         if boundary is None:
             return 0
         source = self._sources[boundary.tier]
-        with counted(source.counters, source.tier, "info"):
-            info = source.tier.info(boundary.extent)
-            if info is not None and not representation.varies:
-                layout = layout_of(representation, info.blocks)
-                return (info.extent_bytes - info.header_bytes) - (layout.extent_bytes - layout.header_bytes)
+        with counted(source.counters, source.tier, "shape"):
+            shape = source.tier.shape(boundary.extent)
+            if shape is not None and not representation.varies:
+                layout = layout_of(representation, shape.blocks)
+                return (shape.extent_bytes - shape.header_bytes) - (layout.extent_bytes - layout.header_bytes)
         return 0
 
     @property
@@ -231,9 +231,9 @@ class Lease:
 
 def _share(source: Source, run: Run, representation: Representation) -> int:
     """Return how many bytes the pieces of a run have, if all of its extent were equally large."""
-    with counted(source.counters, source.tier, "info"):
-        info = source.tier.info(run.extent)
-        if info is not None:
-            pieces = info.blocks // representation.blocks_per_piece
-            return (info.extent_bytes - info.header_bytes) * run.pieces // pieces
+    with counted(source.counters, source.tier, "shape"):
+        shape = source.tier.shape(run.extent)
+        if shape is not None:
+            pieces = shape.blocks // representation.blocks_per_piece
+            return (shape.extent_bytes - shape.header_bytes) * run.pieces // pieces
     return 0

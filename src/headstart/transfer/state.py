@@ -103,14 +103,14 @@ class _StateHead(_Reading):
 
     def _read_header(self, staging: Staging) -> None:
         span = self.span
-        info = span.tier.info(span.extent)
-        if info is None:
+        shape = span.tier.shape(span.extent)
+        if shape is None:
             raise StoreError(f"extent {span.extent} is gone")
-        head = staging.take(info.header_bytes)
+        head = staging.take(shape.header_bytes)
         self.fill(0, head)
         header = decode_header(bytes(head), self._representation)
         layout = header.layout(self._representation)
-        if (layout.header_bytes, layout.extent_bytes) != (info.header_bytes, info.extent_bytes):
+        if (layout.header_bytes, layout.extent_bytes) != (shape.header_bytes, shape.extent_bytes):
             raise ExtentCorrupt(f"extent {span.extent} has another size than the tier says", reason="stale")
         if header.keys[-1] != span.key or not header.state_bytes:
             raise ExtentCorrupt(f"extent {span.extent} carries no state of that block", reason="stale")
