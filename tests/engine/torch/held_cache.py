@@ -155,14 +155,14 @@ class HeldCache:
         self.condition = Condition()
         self.closed = 0
 
-    def match(self, tokens: Sequence[int], *, salt: str | None = None) -> HeldLease:
+    def match(self, tokens: Sequence[int], **_: object) -> HeldLease:
         longest = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         prefixes = (tuple(tokens[:length]) for length in range(longest, 0, -BLOCK_TOKENS))
         lease = HeldLease(self, next((prefix for prefix in prefixes if prefix in self.stored), ()))
         self.leases.append(lease)
         return lease
 
-    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None) -> HeldTicket:
+    def save(self, tokens: Sequence[int], source: Any, **_: object) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
         self.saves.append(tuple(tokens))
         for pieces in range(1, whole + 1):
