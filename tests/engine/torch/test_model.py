@@ -31,7 +31,6 @@ def _changed(folder: Path, to: Path, **changes: Any) -> Path:
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder"),
         ({"model_type": "vit"}, "generates no text"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 16}, "latent attention"),
         ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "recurrent"),
         ({"model_type": "qwen2_vl"}, "multimodal"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic RoPE"),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.engine.torch.kv_memory import LayerKV
 from headstart.errors import ModelError
 
 NAME = "headstart"
@@ -48,13 +49,11 @@ _LEAST_RUN = 512  # keys; splitting shorter runs among threads costs more than i
 
 
 class KV(Protocol):
-    """Where attention finds keys and values of a layer."""
+    """Where attention finds keys and values of a layer; where it keeps latents, they are both."""
 
     def keys(self, layer: int) -> Tensor: ...  # [kv_heads, capacity, head_dim]
 
     def values(self, layer: int) -> Tensor: ...
-
-    def latent(self, layer: int) -> Tensor: ...  # [capacity, width], in layers that keep one in place of both
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -91,6 +90,7 @@ class Step:
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
+    found: list[LayerKV] | None = None  # given: nothing is attended, layers are only told as they call
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,41 +149,58 @@ def attend(
             )
     if isinstance(attention_mask, Tensor) or query.shape[0] != 1:
         raise ModelError(f"{type(module).__name__} brings an attention mask of its own, which this version does not serve")
-    if value.shape[-1] != query.shape[-1] or key.shape[-1] != query.shape[-1]:
-        raise ModelError(f"{type(module).__name__} has keys and values of unequal width, which this version does not serve")
+    attend_latent = getattr(module, "attend_latent", None)  # see `mla`
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if headstart.found is not None:
+        headstart.found.append(LayerKV.of(layer, key, value, latent=attend_latent is not None))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     if headstart.before_layer is not None:
         headstart.before_layer(layer)
     headstart.attended.append(layer)
     for segment in headstart.segments:
         begin = segment.first - (segment.prefix.tokens if segment.prefix else 0)
         segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
-        segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
+        if attend_latent is None:
+            segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = attention_mask.window if attention_mask is not None else sliding_window
     segments = headstart.segments
     alone = s_aux is None and all(one.prefix is None for one in segments)
-    rule = _Rule(scale, window, softcap, headstart.masks, alone)
-    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    rule = Rule(scale, window, softcap, headstart.masks, alone)
     if headstart.last is not None and layer == headstart.last[0]:
         segments = _wanted(segments, headstart.last[1])
-        out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
-    for prefix, members in _grouped(segments):
+    if attend_latent is not None:
+        if s_aux is not None or softcap is not None:
+            raise ModelError(
+                f"{type(module).__name__} has latent attention with sinks or caps, which this version does not serve"
+            )
+        return attend_latent(query, segments, layer, rule).unsqueeze(0), None
+    return over(query, segments, layer, rule, width=value.shape[3], sinks=s_aux).unsqueeze(0), None
+
+
+def over(
+    query: Tensor, segments: Sequence[Segment], layer: int, rule: Rule, *, width: int, sinks: Tensor | None = None
+) -> Tensor:
+    """Return [rows, heads, width] for queries [1, heads, rows, width of a key] and values of `width`. Rows of no segment get
+    zeros: they go on through the layer and must not be garbage that slows it."""
+    rows = sum(one.count for one in segments)
+    out = (query.new_empty if rows == query.shape[2] else query.new_zeros)(query.shape[2], query.shape[1], width)
+    for prefix, members in grouped(segments):
         own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
         part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))
         if prefix is not None:
             q = torch.cat([query[:, :, one.rows] for one in members], dim=2)
             keys, values = prefix.kv.keys(layer)[:, : prefix.tokens], prefix.kv.values(layer)[:, : prefix.tokens]
             shared = rule.attend(q, keys, values, runs=[(one.first, one.count) for one in members], at=0)
-            part = part if shared is None else _merged(part, shared)
+            part = part if shared is None else merged(part, shared)
         result = part.out
-        if s_aux is not None:
-            result = result * torch.sigmoid(part.lse - s_aux.float().view(-1, 1, 1)).to(result.dtype)
+        if sinks is not None:
+            result = result * torch.sigmoid(part.lse - sinks.float().view(-1, 1, 1)).to(result.dtype)
         begin = 0
         for one in members:
             out[one.rows] = result[:, begin : begin + one.count].transpose(0, 1)
             begin += one.count
-    return out.unsqueeze(0), None
+    return out
 
 
 def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
@@ -196,7 +213,7 @@ def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
     return left
 
 
-def _grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
+def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
     """Yield segments that share a prefix together, every other one alone."""
     together: dict[int, list[Segment]] = {}
     for one in segments:
@@ -208,7 +225,7 @@ def _grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[
         yield members[0].prefix, members
 
 
-def _own(rule: _Rule, q: Tensor, segment: Segment, layer: int) -> Part:
+def _own(rule: Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     """Attend what is in the segment's own KV: what was there before, and the new tokens."""
     base = segment.prefix.tokens if segment.prefix else 0
     old, seen = segment.first - base, segment.first - base + segment.count
@@ -221,11 +238,11 @@ def _own(rule: _Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     square = rule.attend(q, keys[:, old:], values[:, old:], runs=runs, at=segment.first)
     before = rule.attend(q, keys[:, :old], values[:, :old], runs=runs, at=base)
     assert square is not None
-    return square if before is None else _merged(square, before)
+    return square if before is None else merged(square, before)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
     """What a layer does with scores: their scale, how far back a row sees (itself included), what caps them."""
 
     scale: float
@@ -252,6 +269,11 @@ class _Rule:
         count = keys.shape[1]
         if count == 0:
             return None
+        if keys.shape[2] != values.shape[2] and self._flash(q):  # the kernel has one width for both
+            width = values.shape[2]
+            q, keys, values = _alike(q, keys, values)
+            part = self.attend(q, keys, values, runs=runs, at=at)
+            return None if part is None else Part(part.out[:, :, :width], part.lse)
         masked = lowest < at + count - 1 or self.cuts(highest, at)
         if self.softcap is not None:
             return self._plain(q, keys, values, self._mask(q, runs, at, count) if masked else None)
@@ -305,9 +327,16 @@ class _Rule:
                 scores += mask[begin : begin + at_once].float()
             lse = scores.logsumexp(dim=-1, keepdim=True)
             shares = (scores - lse).exp_().to(q.dtype)
-            outs.append(torch.matmul(shares, values.unsqueeze(1)).reshape(heads, -1, width))
+            outs.append(torch.matmul(shares, values.unsqueeze(1)).reshape(heads, -1, values.shape[2]))
             lses.append(lse.reshape(heads, -1, 1))
         return Part(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+
+
+def _alike(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with zeros behind their last axis, up to the width of the widest."""
+    widest = max(one.shape[-1] for one in tensors)
+    for one in tensors:
+        yield functional.pad(one, (0, widest - one.shape[-1])) if one.shape[-1] < widest else one
 
 
 def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
@@ -326,7 +355,7 @@ def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
         lse = lses.logsumexp(dim=0)
         part = Part((outs * (lses - lse).exp().to(outs.dtype)).sum(dim=0), lse)
         if cuts * run < count:
-            part = _merged(part, _flash(folded, keys[None, :, cuts * run :], values[None, :, cuts * run :], scale))
+            part = merged(part, _flash(folded, keys[None, :, cuts * run :], values[None, :, cuts * run :], scale))
     return Part(part.out.reshape(heads, rows, width), part.lse.reshape(heads, rows, 1))
 
 
@@ -338,7 +367,7 @@ def _cuts(*, tasks: int, count: int) -> int:
     return cuts
 
 
-def _merged(a: Part, b: Part) -> Part:
+def merged(a: Part, b: Part) -> Part:
     """Return both parts' keys as one part."""
     return Part(torch.lerp(a.out, b.out, torch.sigmoid(b.lse - a.lse).to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
 

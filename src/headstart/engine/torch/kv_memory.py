@@ -42,13 +42,23 @@ class LayerKV:
 
     A plain layer has a strip for each head's keys, then one for each head's values. With `key_width`, keys and values differ
     in width: a head has one strip, `key_width` numbers of the key and then the value. `latent`: one strip, of which all heads
-    make their keys and values (MLA)."""
+    make their keys and values (see `mla`)."""
 
     number: int
     strips: int
     width: int
     key_width: int | None = None
     latent: bool = False
+
+    @classmethod
+    def of(cls, number: int, key: Tensor, value: Tensor, *, latent: bool) -> Self:
+        """Return what is kept where a layer brings these: [1, heads, rows, width], for a latent `key` alone."""
+        heads, width, value_width = key.shape[1], key.shape[3], value.shape[3]
+        if latent:
+            return cls(number, 1, width, latent=True)
+        if width == value_width:
+            return cls(number, 2 * heads, width)
+        return cls(number, heads, width + value_width, key_width=width)
 
     @property
     def heads(self) -> int:
@@ -60,8 +70,9 @@ class LayerKV:
         return _LATENT if self.latent else _PLAIN if self.key_width is None else _JOINED
 
     def keys_and_values(self, planes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]."""
-        assert not self.latent
+        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]; of a latent, all of it as both."""
+        if self.latent:
+            return planes, planes
         if self.key_width is not None:
             return planes[:, :, : self.key_width], planes[:, :, self.key_width :]
         return planes[: self.heads], planes[self.heads :]
@@ -126,13 +137,7 @@ class LayerViews:
     def __init__(self, shape: KVShape, planes: Sequence[Tensor]) -> None:
         self._shape = shape
         self._planes = list(planes)
-        self._latent: dict[int, Tensor] = {}
-        self._both: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, plane in zip(shape.layers, planes, strict=True):
-            if layer.latent:
-                self._latent[layer.number] = plane[0]
-            else:
-                self._both[layer.number] = layer.keys_and_values(plane)
+        self._both = {layer.number: layer.keys_and_values(plane) for layer, plane in zip(shape.layers, planes, strict=True)}
 
     def keys(self, layer: int) -> Tensor:
         """Return [kv_heads, capacity, width]."""
@@ -141,12 +146,8 @@ class LayerViews:
     def values(self, layer: int) -> Tensor:
         return self._both[layer][1]
 
-    def latent(self, layer: int) -> Tensor:
-        """Return [capacity, width] of a layer with latent attention."""
-        return self._latent[layer]
-
     def _forget(self) -> None:
-        self._planes, self._latent, self._both = [], {}, {}
+        self._planes, self._both = [], {}
 
 
 class HostKV(LayerViews):

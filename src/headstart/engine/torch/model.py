@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, packing
+from headstart.engine.torch import attention, mla, packing
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, ScratchKV
@@ -43,12 +43,8 @@ class TorchModel:
         self.vocabulary: int = text.vocab_size
         self.device: torch.device = next(module.parameters()).device
         self.dtype: torch.dtype = next(module.parameters()).dtype
-        self.shape = KVShape.alike(
-            text.num_hidden_layers,
-            heads=getattr(text, "num_key_value_heads", None) or self.heads,
-            width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
-            dtype=self.dtype,
-        )
+        mla.attach(module)
+        self.shape = self._found()
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], step: Step, *, rows: Sequence[int]) -> Tensor:
@@ -68,6 +64,19 @@ class TorchModel:
         )
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def _found(self) -> KVShape:
+        """Return what the layers keep, as they tell in a run of two tokens."""
+        self.config._attn_implementation = attention.NAME
+        step = Step([], found=[])
+        try:
+            self.module(torch.tensor([[0, 0]], device=self.device), use_cache=False, headstart=step)
+        except _CANNOT_RUN as error:
+            raise _not_run(self, error) from error
+        if not step.found:
+            raise ModelError(f"{self.name} ({self.config.model_type}) has no attention that calls ours; {_SERVED} served")
+        return KVShape(tuple(step.found), self.dtype)
 
     def next_logits(self, tokens: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
         """Return float32 logits [vocabulary] for the token after `tokens`, with KV outside the engine's memory."""
@@ -201,8 +210,6 @@ def _refuse_unserved(config: Any, folder: Path) -> None:
         why = "a multimodal model"
     elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         why = f"of kind {config.model_type!r}, which generates no text"
-    elif getattr(text, "kv_lora_rank", None):
-        why = "a model with latent attention (MLA)"
     elif not set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES:
         why = "a model with recurrent or other layers beside attention"
     elif getattr(text, "num_kv_shared_layers", None):
