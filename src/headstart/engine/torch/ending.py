@@ -45,7 +45,6 @@ class Endings:
         self._roster.remove(sequence)
         try:
             if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
-                sequence.load.cancel()
                 self._loads.drop(sequence)
             elif finish != "error":
                 self.save(sequence)

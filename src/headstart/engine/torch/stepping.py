@@ -10,7 +10,9 @@ from headstart.engine.base import TokenEvent
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
+from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice, choose
 from headstart.engine.torch.scheduler import Work
@@ -20,6 +22,7 @@ from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
+_TELLING_ROWS = 16  # of prompts
 _PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
 
 
@@ -43,11 +46,14 @@ class Stepper:
         segments, rows, complete = [], [], []
         for item in work:
             sequence = item.sequence
+            if isinstance(sequence.load, Meeting):
+                sequence.load.claim(sequence.computed + item.count)
             segments.append(sequence.segment(len(tokens), item.count))
             tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
             if item.count == sequence.pending:
                 rows.append(len(tokens) - 1)
                 complete.append(sequence)
+        started = time.monotonic()
         try:
             logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
@@ -63,8 +69,9 @@ class Stepper:
                 )
             return
         self._counters.add("steps")
+        self._measure(work, time.monotonic() - started, settled=bool(rows))
         for item in work:
-            if item.sequence.load is not None:  # every layer of it was waited for, so all of it is good
+            if isinstance(item.sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
                 self._loads.adopt(item.sequence, item.sequence.load.outcome())
             item.sequence.computed += item.count
         for sequence, choice in zip(complete, chosen, strict=True):
@@ -74,6 +81,16 @@ class Stepper:
             if sequence.generated == 1 and not sequence.ended:
                 self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
 
+    def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
+        """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
+        rows = sum(item.count for item in work)
+        if rows - len(work) < _TELLING_ROWS or any(isinstance(item.sequence.load, PrefixLoad) for item in work):
+            return
+        spans = [(item.sequence.computed, item.sequence.computed + item.count) for item in work]
+        row_keys = sum(end * end - first * first for first, end in spans) / 2
+        on_cpu = self._model.device.type == "cpu"  # elsewhere a pass is over only when something of it was asked for
+        self._loads.speeds.passed(rows, row_keys, seconds, settled=settled or on_cpu)
+
     def _before_layer(self, work: Several[Work], layer: int) -> None:
         """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
         the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
@@ -82,7 +99,7 @@ class Stepper:
             raise _Abandoned
         for item in work:
             load = item.sequence.load
-            while load is not None:
+            while isinstance(load, PrefixLoad):
                 try:
                     load.wait(layer, _PATIENCE_S)
                     break
@@ -90,7 +107,7 @@ class Stepper:
                     if not error.facts.get("timed_out"):
                         load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
                         raise _Abandoned from error
-                    if load.overdue or self._roster.closing or self._roster.mail:
+                    if load.overdue or load.slow or self._roster.closing or self._roster.mail:
                         raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
