@@ -182,7 +182,7 @@ def test_latent_attention_gives_the_same_tokens_in_every_way(
     kind: str,
     one_thread: None,
 ) -> None:
-    prompts = prompts_with_shared_prefixes(24, vocabulary=500, longest=330, lengths=[63, 64, 65, 128, 129, 257, 320])
+    prompts = prompts_with_shared_prefixes(16, vocabulary=500, longest=330, lengths=[63, 64, 65, 128, 129, 257, 320])
     name, changes = LATENT_KINDS[kind]
     folder = tiny_model_folder(name, **changes)
     check_all_ways(Runs(folder, tmp_path, prompts, running=8, tolerance=1e-4), lying=True, every=7)
