@@ -10,19 +10,23 @@ and nothing is concatenated. Where a sliding window cuts, a part has a mask; cap
 CPU's flash kernel, go through plain matrix products or the device's own kernel. A sink is one more key without a value: it only
 scales the output, by what the log-sum-exp tells.
 
+In float32 on a CPU, the optional C kernel (`kernel.py`) does all of a layer in one call, by the same parts; without it, for
+capped scores and for odd widths, torch's operations here do.
+
 `transformers` calls `attend` for every layer (AttentionInterface); the `Step` reaches it as the keyword `headstart`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.engine.torch.kernel import Plan, Shape, kernel
 from headstart.engine.torch.kv_memory import LayerKV
 from headstart.errors import ModelError
 
@@ -90,6 +94,9 @@ class Step:
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
+    plans: dict[tuple[Shape, bool, bool], Plan] = field(
+        default_factory=dict
+    )  # of the C kernel, for all rows and for those wanted
     found: list[LayerKV] | None = None  # given: nothing is attended, layers are only told as they call
 
 
@@ -152,40 +159,65 @@ def attend(
     attend_latent = getattr(module, "attend_latent", None)  # see `mla`
     layer: int = module.layer_idx  # type: ignore[assignment]
     if headstart.found is not None:
-        headstart.found.append(LayerKV.of(layer, key, value, latent=attend_latent is not None))
+        headstart.found.append(LayerKV.of(layer, key.shape[1], key.shape[3], value.shape[3], latent=attend_latent is not None))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     if headstart.before_layer is not None:
         headstart.before_layer(layer)
     headstart.attended.append(layer)
-    for segment in headstart.segments:
-        begin = segment.first - (segment.prefix.tokens if segment.prefix else 0)
-        segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
-        if attend_latent is None:
-            segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = attention_mask.window if attention_mask is not None else sliding_window
-    segments = headstart.segments
-    alone = s_aux is None and all(one.prefix is None for one in segments)
-    rule = Rule(scale, window, softcap, headstart.masks, alone)
+    rule = Rule(scale, window, softcap, headstart.masks)
+    wanted = headstart.segments
     if headstart.last is not None and layer == headstart.last[0]:
-        segments = _wanted(segments, headstart.last[1])
+        wanted = _wanted(wanted, headstart.last[1])
     if attend_latent is not None:
         if s_aux is not None or softcap is not None:
             raise ModelError(
                 f"{type(module).__name__} has latent attention with sinks or caps, which this version does not serve"
             )
-        return attend_latent(query, segments, layer, rule).unsqueeze(0), None
-    return over(query, segments, layer, rule, width=value.shape[3], sinks=s_aux).unsqueeze(0), None
+        for segment in headstart.segments:
+            begin = segment.first - _base(segment)
+            segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
+        return attend_latent(headstart, layer, query, wanted, rule).unsqueeze(0), None
+    whole = wanted is headstart.segments
+    return over(headstart, layer, query, wanted, rule, new=(key, value), whole=whole, sinks=s_aux).unsqueeze(0), None
 
 
 def over(
-    query: Tensor, segments: Sequence[Segment], layer: int, rule: Rule, *, width: int, sinks: Tensor | None = None
+    step: Step,
+    layer: int,
+    query: Tensor,  # [1, heads, rows, width of a key]
+    wanted: Sequence[Segment],
+    rule: Rule,
+    *,
+    new: tuple[Tensor, Tensor],  # [1, kv_heads, rows, width]
+    whole: bool,
+    keep: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return [rows, heads, width] for queries [1, heads, rows, width of a key] and values of `width`. Rows of no segment get
-    zeros: they go on through the layer and must not be garbage that slows it."""
-    rows = sum(one.count for one in segments)
-    out = (query.new_empty if rows == query.shape[2] else query.new_zeros)(query.shape[2], query.shape[1], width)
-    for prefix, members in grouped(segments):
+    """Return [rows, heads, width of a value] for the wanted rows, by the C kernel where there is one for such numbers. New keys
+    and values are kept first; without `keep` they are there already, and tell only what they are like. `whole`: all of the
+    step's rows are wanted in this layer, as in all but the last; layers for which it is equal share a plan."""
+    key, value = new
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    if sum(one.count for one in wanted) < len(out):
+        out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
+    native = kernel()
+    if native is not None and rule.softcap is None and native.serves(query, key, value):
+        shape = Shape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
+        name = (shape, whole, keep)
+        plan = step.plans.get(name)
+        if plan is None:
+            plan = step.plans[name] = Plan(native, grouped(wanted), step.segments if keep else (), shape)
+        plan.attend(layer, query[0], key[0], value[0], out, scale=rule.scale, window=rule.window, sinks=sinks)
+        return out
+    for segment in step.segments if keep else ():
+        begin = segment.first - _base(segment)
+        segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
+        segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
+    if sinks is None and all(one.prefix is None for one in wanted):
+        rule = replace(rule, alone=True)
+    for prefix, members in grouped(wanted):
         own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
         part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))
         if prefix is not None:
@@ -201,6 +233,11 @@ def over(
             out[one.rows] = result[:, begin : begin + one.count].transpose(0, 1)
             begin += one.count
     return out
+
+
+def _base(segment: Segment) -> int:
+    """Return the position of the first key in the segment's own KV."""
+    return segment.prefix.tokens if segment.prefix else 0
 
 
 def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
@@ -227,7 +264,7 @@ def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[S
 
 def _own(rule: Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     """Attend what is in the segment's own KV: what was there before, and the new tokens."""
-    base = segment.prefix.tokens if segment.prefix else 0
+    base = _base(segment)
     old, seen = segment.first - base, segment.first - base + segment.count
     keys, values = segment.kv.keys(layer)[:, :seen], segment.kv.values(layer)[:, :seen]
     runs = [(segment.first, segment.count)]
@@ -249,7 +286,7 @@ class Rule:
     window: int | None
     softcap: float | None
     masks: dict[object, Tensor]
-    alone: bool  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
+    alone: bool = False  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
 
     def cuts(self, position: int, at: int) -> bool:
         """Whether a row at `position` no longer sees a key at `at`."""

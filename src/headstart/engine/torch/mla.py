@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.engine.torch.attention import NAME, Part, Prefix, Rule, Segment, grouped, merged, over
+from headstart.engine.torch.attention import NAME, Part, Prefix, Rule, Segment, Step, grouped, merged, over
 from headstart.errors import ModelError
 from headstart.policy.latent import LatentShape, absorbs
 
@@ -43,7 +43,7 @@ class Heads(nn.Linear):
         self.shape = shape
         self.heads = plain.out_features // (shape.nope + shape.value)
 
-    def attend(self, query: Tensor, segments: Sequence[Segment], layer: int, rule: Rule) -> Tensor:
+    def attend(self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule) -> Tensor:
         """Return [rows, heads, value] for queries [1, heads, rows, nope + rope]; rows of no segment get zeros."""
         out = query.new_zeros(query.shape[2], self.heads, self.shape.value)
         absorbed: list[Segment] = []
@@ -51,12 +51,14 @@ class Heads(nn.Linear):
             if self._absorbs(prefix, members):
                 absorbed += members
                 continue
-            result = self._expanded(query, prefix, members, layer, replace(rule, alone=False))
+            result = self._expanded(query, prefix, members, layer, rule)
             for one, part in zip(members, result, strict=True):
                 out[one.rows] = part.transpose(0, 1)
         if absorbed:
             rows = torch.cat([torch.arange(one.start, one.start + one.count, device=query.device) for one in absorbed])
-            out[rows] = self._absorbed(query[0].index_select(1, rows), absorbed, layer, rule)
+            out[rows] = self._absorbed(
+                step, layer, query[0].index_select(1, rows), absorbed, rule, whole=segments is step.segments
+            )
         return out
 
     def _absorbs(self, prefix: Prefix | None, members: Sequence[Segment]) -> bool:
@@ -68,7 +70,9 @@ class Heads(nn.Linear):
             pairs=sum(one.count * one.first + one.count * (one.count + 1) // 2 for one in members),
         )
 
-    def _absorbed(self, query: Tensor, segments: Sequence[Segment], layer: int, rule: Rule) -> Tensor:
+    def _absorbed(
+        self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule, *, whole: bool
+    ) -> Tensor:
         """Return [rows, heads, value]; `query` [heads, rows, nope + rope] has the rows of the segments one behind the other."""
         shape, start, moved = self.shape, 0, []
         for one in segments:
@@ -77,7 +81,8 @@ class Heads(nn.Linear):
         weight = self._by_head()
         inner = torch.bmm(query[:, :, : shape.nope], weight[:, : shape.nope])  # [heads, rows, rank]
         inner = torch.cat([inner, query[:, :, shape.nope :]], dim=-1).unsqueeze(0)
-        sums = over(inner, moved, layer, rule, width=inner.shape[3])[:, :, : shape.rank]  # [rows, heads, rank]
+        alike = inner[:, :1]  # a row of it is as wide as a latent
+        sums = over(step, layer, inner, moved, rule, new=(alike, alike), whole=whole, keep=False)[:, :, : shape.rank]
         return torch.bmm(sums.transpose(0, 1), weight[:, shape.nope :].transpose(1, 2)).transpose(0, 1)
 
     def _expanded(
@@ -131,10 +136,10 @@ class Heads(nn.Linear):
         return self.weight.view(self.heads, -1, self.shape.rank)
 
 
-def attach(model: nn.Module) -> bool:
-    """Have layers with latent attention keep their latents, and return whether there are any. Their stock attention goes on
-    working. Raises ModelError for those that attend only keys that an index of its own chooses."""
-    found = False
+def attach(model: nn.Module) -> frozenset[int]:
+    """Have layers with latent attention keep their latents, and return the numbers of those layers. Their stock attention goes
+    on working. Raises ModelError for those that attend only keys that an index of their own chooses."""
+    found: set[int] = set()
     for module in model.modules():
         if not hasattr(module, "expand_kv"):
             continue
@@ -158,8 +163,8 @@ def attach(model: nn.Module) -> bool:
         module.kv_b_proj = heads
         module.attend_latent = heads.attend
         _hand_out_latents(module, value=shape.value)
-        found = True
-    return found
+        found.add(module.layer_idx)
+    return frozenset(found)
 
 
 def _hand_out_latents(module: Any, *, value: int) -> None:
