@@ -18,7 +18,7 @@ capped scores and for odd widths, torch's operations here do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -94,9 +94,7 @@ class Step:
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
-    plans: dict[tuple[Shape, bool, bool], Plan] = field(
-        default_factory=dict
-    )  # of the C kernel, for all rows and for those wanted
+    plans: dict[tuple[Shape, object], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
     found: list[LayerKV] | None = None  # given: nothing is attended, layers are only told as they call
 
 
@@ -180,7 +178,7 @@ def attend(
             segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
         return attend_latent(headstart, layer, query, wanted, rule).unsqueeze(0), None
     whole = wanted is headstart.segments
-    return over(headstart, layer, query, wanted, rule, new=(key, value), whole=whole, sinks=s_aux).unsqueeze(0), None
+    return over(headstart, layer, query, wanted, rule, new=(key, value), plan=whole, sinks=s_aux).unsqueeze(0), None
 
 
 def over(
@@ -191,13 +189,13 @@ def over(
     rule: Rule,
     *,
     new: tuple[Tensor, Tensor],  # [1, kv_heads, rows, width]
-    whole: bool,
+    plan: Hashable,
     keep: bool = True,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return [rows, heads, width of a value] for the wanted rows, by the C kernel where there is one for such numbers. New keys
-    and values are kept first; without `keep` they are there already, and tell only what they are like. `whole`: all of the
-    step's rows are wanted in this layer, as in all but the last; layers for which it is equal share a plan."""
+    and values are kept first; without `keep` they are there already, and tell only what they are like. Layers of one
+    shape that give an equal `plan` have equal rows wanted, and share the kernel's tables."""
     key, value = new
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     if sum(one.count for one in wanted) < len(out):
@@ -205,11 +203,10 @@ def over(
     native = kernel()
     if native is not None and rule.softcap is None and native.serves(query, key, value):
         shape = Shape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
-        name = (shape, whole, keep)
-        plan = step.plans.get(name)
-        if plan is None:
-            plan = step.plans[name] = Plan(native, grouped(wanted), step.segments if keep else (), shape)
-        plan.attend(layer, query[0], key[0], value[0], out, scale=rule.scale, window=rule.window, sinks=sinks)
+        tables = step.plans.get((shape, plan))
+        if tables is None:
+            tables = step.plans[shape, plan] = Plan(native, grouped(wanted), step.segments if keep else (), shape)
+        tables.attend(layer, query[0], key[0], value[0], out, scale=rule.scale, window=rule.window, sinks=sinks)
         return out
     for segment in step.segments if keep else ():
         begin = segment.first - _base(segment)

@@ -56,9 +56,7 @@ class Heads(nn.Linear):
                 out[one.rows] = part.transpose(0, 1)
         if absorbed:
             rows = torch.cat([torch.arange(one.start, one.start + one.count, device=query.device) for one in absorbed])
-            out[rows] = self._absorbed(
-                step, layer, query[0].index_select(1, rows), absorbed, rule, whole=segments is step.segments
-            )
+            out[rows] = self._absorbed(step, layer, query[0].index_select(1, rows), absorbed, rule)
         return out
 
     def _absorbs(self, prefix: Prefix | None, members: Sequence[Segment]) -> bool:
@@ -70,9 +68,7 @@ class Heads(nn.Linear):
             pairs=sum(one.count * one.first + one.count * (one.count + 1) // 2 for one in members),
         )
 
-    def _absorbed(
-        self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule, *, whole: bool
-    ) -> Tensor:
+    def _absorbed(self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule) -> Tensor:
         """Return [rows, heads, value]; `query` [heads, rows, nope + rope] has the rows of the segments one behind the other."""
         shape, start, moved = self.shape, 0, []
         for one in segments:
@@ -82,7 +78,8 @@ class Heads(nn.Linear):
         inner = torch.bmm(query[:, :, : shape.nope], weight[:, : shape.nope])  # [heads, rows, rank]
         inner = torch.cat([inner, query[:, :, shape.nope :]], dim=-1).unsqueeze(0)
         alike = inner[:, :1]  # a row of it is as wide as a latent
-        sums = over(step, layer, inner, moved, rule, new=(alike, alike), whole=whole, keep=False)[:, :, : shape.rank]
+        plan = tuple((one.start, one.count) for one in segments)
+        sums = over(step, layer, inner, moved, rule, new=(alike, alike), plan=plan, keep=False)[:, :, : shape.rank]
         return torch.bmm(sums.transpose(0, 1), weight[:, shape.nope :].transpose(1, 2)).transpose(0, 1)
 
     def _expanded(
