@@ -145,6 +145,11 @@ class LayerViews:
         """Return [capacity, width] of a layer with latent attention."""
         return self._latent[layer]
 
+    def take(self, of: LayerViews, *, first: int, tokens: int) -> None:
+        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning of this one."""
+        for here, there in zip(self._planes, of._planes, strict=True):
+            here[:, :tokens].copy_(there[:, first : first + tokens])
+
     def _forget(self) -> None:
         self._planes, self._latent, self._both = [], {}, {}
 
@@ -204,8 +209,7 @@ class DeviceKV(LayerViews):
         self._planes[place][:, :tokens].copy_(of._planes[place][:, :tokens])
 
     def copy_to(self, host: HostKV, tokens: int) -> None:
-        for there, here in zip(host._planes, self._planes, strict=True):
-            there[:, :tokens].copy_(here[:, :tokens])
+        host.take(self, first=0, tokens=tokens)
 
     def retain(self) -> None:
         self._memory._count(self, +1)

@@ -1,7 +1,8 @@
 """Which tokens the next step computes. Pure.
 
-Every decoding request advances by one token in every step, and beside them at most one chunk of one prompt, the oldest,
-is computed, so that streams go on while a long prompt comes in. A prompt whose prefix is still being read joins only when
+Every decoding request advances by one token in every step, and beside them chunks of prompts are computed, as many tokens as
+do not hold up the answers (`policy.pacing`). Prompts take turns (`policy.fairness`): a short one does not wait behind a long
+one, and what is left of a step's tokens goes to the next in turn. A prompt whose prefix is still being read joins only when
 nothing else can run: then its layers wait for the reads, which delays nobody. Otherwise it joins when the reads are done.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from headstart.engine.torch.sequence import Sequence
+from headstart.policy.fairness import FairShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +23,33 @@ class Work:
     count: int
 
 
-def plan_step(running: Several[Sequence], *, chunk_tokens: int) -> list[Work]:
-    """Return the next step's work, empty when nothing can run now. `running` is in order of arrival."""
-    ready = [sequence for sequence in running if sequence.load is None]
-    work = [Work(sequence, 1) for sequence in ready if sequence.decoding]
-    prompt = next((sequence for sequence in ready if not sequence.decoding), None)
-    if prompt is None and not work:
-        prompt = next((one for one in running if one.load is not None and not one.load.failed), None)
-    if prompt is not None:
-        # Decoding requests wait for the whole step, so a chunk beside them is a short one.
-        limit = max(1, chunk_tokens // 4) if work else chunk_tokens
-        work.append(Work(prompt, min(prompt.pending, limit)))
+def plan_step(running: Several[Sequence], *, shares: FairShares, chunk_tokens: int, beside_tokens: int) -> list[Work]:
+    """Return the next step's work, empty when nothing can run now. At most `chunk_tokens` of prompts; beside answers, and
+    behind a prompt that is then through and waits for its first token, at most `beside_tokens`."""
+    running = [one for one in running if not one.stalled]
+    ready = [one for one in running if one.load is None]
+    work = [Work(one, 1) for one in ready if one.decoding]
+    prompts = {one.number: one for one in ready if not one.decoding}
+    if not prompts and not work:
+        prompts = {one.number: one for one in running if one.load is not None and not one.load.failed}
+        prompts = dict(list(prompts.items())[:1])
+    left = min(beside_tokens, chunk_tokens) if work else chunk_tokens
+    for turn in shares.prefills([one.turn for one in prompts.values()]):
+        count = min(turn.tokens, left)
+        if count:
+            work.append(Work(prompts[turn.number], count))
+        left -= count
+        if count == turn.tokens:
+            left = min(left, beside_tokens)
     return work
+
+
+def note_turns(running: Several[Sequence], work: Several[Work]) -> None:
+    """Count, for each prompt, the turns that others of its tenant had instead."""
+    had = {item.sequence.request.tenant for item in work if not item.sequence.decoding}
+    computed = {item.sequence.number for item in work}
+    for one in running:
+        if one.number in computed:
+            one.passed_over = 0
+        elif one.request.tenant in had:
+            one.passed_over += 1
