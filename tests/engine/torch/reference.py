@@ -90,8 +90,10 @@ def engine_of(
     full_contexts: float = 3,
     cache: PrefixCache | None = None,
     memory: KVMemory | None = None,
+    hedge_after_s: float = 60.0,
     **settings: Any,
 ) -> TorchEngine:
+    """Loads are waited for however long they are held, unless a test says otherwise."""
     info = EngineInfo(
         model="tiny",
         context_tokens=context,
@@ -103,7 +105,7 @@ def engine_of(
         cache="",
     )
     memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)), context_tokens=context)
-    return TorchEngine(model, memory, info=info, cache=cache, **settings)
+    return TorchEngine(model, memory, info=info, cache=cache, hedge_after_s=hedge_after_s, **settings)
 
 
 class Answer:

@@ -1,4 +1,4 @@
-"""Ten thousand random acts on an engine with little memory: nothing is lost, freed twice, emitted twice or answered otherwise."""
+"""Ten thousand random acts with little memory: nothing is lost, freed twice, emitted twice or answered otherwise."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
+from headstart.tier.base import Tier
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 
-ACTS = 10_000
-LONGEST = 24  # tokens of an answer
-CONTEXT = 256
+LONGEST = 60  # tokens of an answer
+CONTEXT = 320
 
 
-@pytest.mark.parametrize("with_cache", [True, False])
-def test_ten_thousand_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free(
-    tiny_model_folder: Callable[..., Path], tmp_path: Path, with_cache: bool
+@pytest.mark.parametrize(
+    ("acts", "with_cache"),
+    [
+        (1500, True),
+        (500, False),
+        pytest.param(10_000, True, marks=pytest.mark.soak),
+        pytest.param(10_000, False, marks=pytest.mark.soak),
+    ],
+)
+def test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free(
+    tiny_model_folder: Callable[..., Path], tmp_path: Path, acts: int, with_cache: bool
 ) -> None:
     """Submit, abort, let a deadline pass, take a place away in any state, run a step: at random, with many requests alike."""
     draw = random.Random(20)
@@ -31,18 +39,19 @@ def test_ten_thousand_random_acts_leave_every_answer_what_it_is_alone_and_all_me
     model, reference = loaded(folder), stock(folder)
     beginnings = [some_tokens(128, seed=seed, vocabulary=128) for seed in range(3)]
     prompts = [
-        [*draw.choice(beginnings)[: draw.choice([0, 64, 100, 128])], *some_tokens(draw.randrange(1, 70), seed, 128)]
-        for seed in range(24)
+        [*draw.choice(beginnings)[: draw.choice([0, 0, 64, 128])], *some_tokens(draw.randrange(1, 50), seed, 128)]
+        for seed in range(12)
     ]
     greedy = [stock_greedy(reference, prompt, LONGEST) for prompt in prompts]
-    memory = KVMemory(model.shape, int(2.5 * model.shape.region_bytes(CONTEXT)), context_tokens=CONTEXT)
+    memory = KVMemory(model.shape, int(1.0 * model.shape.region_bytes(CONTEXT)), context_tokens=CONTEXT)
     representation = model.shape.representation(query_heads=model.heads)
     cache = None
     if with_cache:
-        tiers = [MemoryTier(24 * model.shape.region_bytes(64)), DiskTier(tmp_path / "kv", capacity_bytes=64 << 20)]
+        tiers: list[Tier] = [MemoryTier(24 * model.shape.region_bytes(64))]
+        if acts >= 10_000:
+            tiers.append(DiskTier.open(tmp_path / "kv", capacity_bytes=64 << 20))
         identity = Identity(weights=b"w" * 32, architecture=b"c")
         cache = PrefixCache(tiers, identity=identity, representation=representation)
-    acts = ACTS if with_cache else ACTS // 4
     open_: dict[str, tuple[int, Answer]] = {}
     ended: list[tuple[int, Answer]] = []
     settings = {
@@ -62,7 +71,7 @@ def test_ten_thousand_random_acts_leave_every_answer_what_it_is_alone_and_all_me
                 answer = ask(
                     engine,
                     prompts[which],
-                    draw.randrange(1, LONGEST + 1),
+                    draw.choice([1, 7, LONGEST, LONGEST]),
                     id=name,
                     priority=draw.choice([0, 0, 0, 1]),
                     tenant=draw.choice("ab"),
@@ -73,7 +82,7 @@ def test_ten_thousand_random_acts_leave_every_answer_what_it_is_alone_and_all_me
             elif act < 0.13 and open_:
                 engine.abort(draw.choice(list(open_)))
             elif act < 0.15 and engine._roster.running:
-                engine._preemption._give_way(draw.choice(engine._roster.running), "preempted_for_a_place")
+                engine._preemption._give_way(draw.choice(engine._roster.running), "place")
             else:
                 engine._round()
             for name in [name for name, (_, answer) in open_.items() if answer.last is not None]:
@@ -96,11 +105,11 @@ def test_ten_thousand_random_acts_leave_every_answer_what_it_is_alone_and_all_me
         assert last.receipt is not None
         assert last.receipt.completion_tokens == len(answer.tokens)
         assert 0 <= last.receipt.cached_tokens < last.receipt.prompt_tokens
-    for name in ("preempted_for_memory", "preempted_for_a_place", "kv_grown", "deadlines_passed", "recomputed_tokens"):
-        assert counters[name] > 5, name
+    for name in ("preempted_memory", "preempted_place", "kv_grown", "deadlines_passed", "recomputed_tokens"):
+        assert counters.get(name, 0) > 0, name
     if with_cache:
         assert counters["resumed_tokens"] > counters["recomputed_tokens"]
-        assert counters["prefixes_shared"] > 5
+        assert counters["prefixes_shared"] > 0
 
 
 def _until_ended(engine: TorchEngine, left: dict[str, tuple[int, Answer]]) -> None:

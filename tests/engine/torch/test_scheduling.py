@@ -80,7 +80,7 @@ def test_an_answer_gets_room_as_it_grows_and_stays_the_same(
     assert answer.tokens == alone(some_tokens(20), 400)
     assert counted(engine, "kv_grown") > 2
     assert counted(engine, "kv_grown_tokens") < 5 * 400  # each was copied a few times
-    assert counted(engine, "preemptions") == 0
+    assert counted(engine, "preempted_memory") == 0
 
 
 def test_a_beginning_that_is_shared_is_not_copied_when_its_owner_or_its_readers_grow(
@@ -131,7 +131,7 @@ def test_the_younger_gives_its_memory_and_goes_on_from_the_cache(
     assert older is not None
     assert younger is not None
     assert older.preemptions == 0
-    assert younger.preemptions == counted(engine, "preemptions") == counted(engine, "preempted_for_memory") > 0
+    assert younger.preemptions == counted(engine, "preempted_memory") > 0
     assert younger.cached_tokens == 0  # what was its own is no hit
     assert counted(engine, "resumed_tokens") >= younger.preemptions * 128
     assert counted(engine, "recomputed_tokens") <= younger.preemptions * 64  # what filled no block
@@ -158,7 +158,7 @@ def test_one_that_is_alone_and_finds_no_room_beside_itself_asks_for_all_of_it(
         answer = ask(engine, some_tokens(300), 200)
         finish(engine, answer)
     assert answer.tokens == alone(some_tokens(300), 200)
-    assert counted(engine, "preemptions") == 1
+    assert counted(engine, "preempted_memory") == 1
     assert counted(engine, "recomputed_tokens") < 64
 
 
@@ -183,7 +183,7 @@ def test_a_higher_priority_takes_a_place_at_once_and_gives_it_back(
     assert low.tokens == undisturbed.tokens
     assert low.result().receipt.preemptions == 1  # type: ignore[union-attr]
     assert counted(engine, "resumed_tokens") == 192
-    assert counted(engine, "preempted_for_a_place") == 1
+    assert counted(engine, "preempted_place") == 1
 
 
 def waited(engine: TorchEngine, seconds: float = 100.0) -> None:
@@ -371,7 +371,7 @@ def test_an_abort_while_a_save_holds_the_memory_that_another_waits_for_ends_both
         cache.hold_saves = True
         older = ask(engine, some_tokens(128, seed=1), 250, id="older")
         younger = ask(engine, some_tokens(128, seed=2), 250, id="younger")
-        while not counted(engine, "preemptions"):
+        while not counted(engine, "preempted_memory"):
             step(engine)
         grown = counted(engine, "kv_grown")
         step(engine, 5)

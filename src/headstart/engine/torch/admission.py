@@ -130,7 +130,8 @@ class Admission:
         now = time.monotonic()
         if self._starved_s is None:
             self._starved_s = now
-        if sequence.reload and now < self._starved_s + self._patience_s:  # without `reload`, its load was waited for already
+        waited = not sequence.reload or sequence.mix  # for its load, before it had to have fresh memory
+        if not waited and now < self._starved_s + self._patience_s:
             return None
         kv = self._rooms.spare(sequence)
         if kv is None:

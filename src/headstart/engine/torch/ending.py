@@ -81,7 +81,7 @@ class Endings:
         self._roster.remove(sequence)
         try:
             if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
-                self._loads.give_up(sequence)
+                self._loads.drop(sequence)
             elif finish != "error":
                 self.save(sequence)
             self._rooms.give_back(sequence)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
+from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
 from headstart.engine.torch.ending import Endings
-from headstart.engine.torch.floor import measure_floor
+from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
@@ -63,12 +64,16 @@ class TorchEngine:
         max_running: int = 8,
         chunk_tokens: int = 1024,
         load_timeout_s: float = 30.0,
+        hedge_after_s: float = 0.25,
+        speeds: Speeds | None = None,
         save_every: int = 2048,
         room_tokens: int = 128,
         patience_s: float = 30.0,
     ) -> None:
-        """`save_every`: tokens of a long prompt after which it is saved so far; `room_tokens`: the least room for the answer
-        that a request gets at a time; `patience_s`: how long a request waits before an equal one gives its place to it."""
+        """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
+        `speeds`: what is known of computing and reading already. `save_every`: tokens of a long prompt after which it is saved
+        so far; `room_tokens`: the least room for the answer that a request gets at a time; `patience_s`: how long a request
+        waits before an equal one gives its place to it."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
@@ -76,13 +81,21 @@ class TorchEngine:
         self._memory = memory
         self._chunk_tokens = chunk_tokens
         self._counters = Counters()
+        self._speeds = speeds or Speeds(self._counters, chunk_tokens=chunk_tokens)
         self._roster = roster = Roster()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # under the roster's lock, too
         self._bridge = None
         if cache is not None:
-            self._bridge = PrefixBridge(cache, memory, timeout_s=load_timeout_s, wake=roster.wake.set)
+            self._bridge = PrefixBridge(
+                cache,
+                memory,
+                speeds=self._speeds,
+                timeout_s=load_timeout_s,
+                hedge_after_s=hedge_after_s,
+                wake=roster.wake.set,
+            )
         rooms = Rooms(memory, self._counters, least_tokens=room_tokens, patience_s=load_timeout_s)
-        self._loads = Loads(roster, rooms, self._bridge, self._counters)
+        self._loads = Loads(roster, rooms, self._bridge, self._speeds, self._counters)
         self._endings = Endings(roster, rooms, self._loads, self._bridge, self._counters, save_every=save_every)
         self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, chunk_tokens=chunk_tokens)
         self._preemption = Preemption(roster, rooms, self._loads, self._endings, self._counters, patience_s=patience_s)
@@ -180,13 +193,14 @@ class TorchEngine:
         return self._call(lambda: self.model.next_logits(tokens, chunk_tokens=self._chunk_tokens))
 
     def warm_up(self) -> None:
-        """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use."""
-        tokens = [1] * min(65, self.info.context_tokens)
-        self._call(
-            lambda: measure_floor(
-                self.model, self._memory, None, tokens, cached_tokens=len(tokens) - 1, rounds=1, chunk_tokens=64
-            )
-        )
+        """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use; and
+        learn how fast prompts are computed, without and behind a prefix."""
+
+        def run() -> None:
+            for rows, row_keys, seconds in warm_up(self.model, self._memory, context_tokens=self.info.context_tokens):
+                self._speeds.passed(rows, row_keys, seconds, first=True)
+
+        self._call(run)
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the engine's thread, between two steps."""

@@ -145,7 +145,7 @@ class LayerViews:
         """Return [capacity, width] of a layer with latent attention."""
         return self._latent[layer]
 
-    def take(self, of: LayerViews, *, first: int, tokens: int) -> None:
+    def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
         """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning of this one."""
         for here, there in zip(self._planes, of._planes, strict=True):
             here[:, :tokens].copy_(there[:, first : first + tokens])
@@ -184,6 +184,14 @@ class HostKV(LayerViews):
         strips = np.frombuffer(self._view, np.uint8, blocks * piece, self._offsets[layer]).reshape(-1, blocks, part)
         return strips[:, first : first + len(sizes)].transpose(1, 0, 2)
 
+    def take(self, host: HostKV, first: int, *, at: int, tokens: int) -> None:
+        """Copy `tokens` tokens of `host` from `first` on to where `at` is here. All in whole blocks."""
+        blocks = tokens // BLOCK_TOKENS
+        for place in range(len(self._shape.layers)):
+            sizes = [self._shape.piece_bytes(place)] * blocks
+            here = self.buffers(place, at // BLOCK_TOKENS, sizes)
+            np.copyto(here, host.buffers(place, first // BLOCK_TOKENS, sizes))
+
     def retain(self) -> None:
         self._region.retain()
 
@@ -208,8 +216,13 @@ class DeviceKV(LayerViews):
         """Take the first `tokens` tokens of the layer at `place` from host memory."""
         self._planes[place][:, :tokens].copy_(of._planes[place][:, :tokens])
 
+    def take(self, host: HostKV, first: int, *, at: int, tokens: int) -> None:
+        """As of `HostKV`."""
+        for here, there in zip(self._planes, host._planes, strict=True):
+            here[:, at : at + tokens].copy_(there[:, first : first + tokens])
+
     def copy_to(self, host: HostKV, tokens: int) -> None:
-        host.take(self, first=0, tokens=tokens)
+        host.begin_with(self, tokens=tokens)
 
     def retain(self) -> None:
         self._memory._count(self, +1)

@@ -63,6 +63,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
     )
     on_progress("warming up", None)
     engine.warm_up()

@@ -54,7 +54,7 @@ class Preemption:
             patience_s=self._patience_s,
         )
         if victim is not None:
-            self._give_way(self._of(victim), "preempted_for_a_place")
+            self._give_way(self._of(victim), "place")
         return victim is not None
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -65,17 +65,16 @@ class Preemption:
             if victim is None:  # it is alone, and a larger region beside its own is more than there is
                 sequence.whole = True
             loser = sequence if victim is None else self._of(victim)
-            self._give_way(loser, "preempted_for_memory")
+            self._give_way(loser, "memory")
             if loser is sequence:
                 return False
         return True
 
     def _give_way(self, sequence: Sequence, why: str) -> None:
         sequence.preemptions += 1
-        self._counters.add("preemptions")
-        self._counters.add(why)
+        self._counters.add(f"preempted_{why}")
         if sequence.load is not None:
-            self._loads.give_up(sequence)  # nothing of it counts, so there is nothing to save
+            self._loads.drop(sequence)  # nothing of it counts, so there is nothing to save
         else:
             sequence.reached = max(sequence.reached, sequence.computed)
             self._endings.save(sequence)

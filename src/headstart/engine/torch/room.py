@@ -60,9 +60,9 @@ class Rooms:
         if own is None:
             return False
         if isinstance(kv, BranchKV):
-            own.take(kv.own, first=0, tokens=sequence.computed - behind)
+            own.begin_with(kv.own, tokens=sequence.computed - behind)
         else:
-            own.take(kv, first=behind, tokens=sequence.computed - behind)
+            own.begin_with(kv, first=behind, tokens=sequence.computed - behind)
         grown: HostKV | DeviceKV | BranchKV = own
         if stays is not None:
             trunk = kv.trunk if isinstance(kv, BranchKV) else kv

@@ -3,7 +3,8 @@
 Every decoding request advances by one token in every step, and beside them chunks of prompts are computed, as many tokens as
 do not hold up the answers (`policy.pacing`). Prompts take turns (`policy.fairness`): a short one does not wait behind a long
 one, and what is left of a step's tokens goes to the next in turn. A prompt whose prefix is still being read joins only when
-nothing else can run: then its layers wait for the reads, which delays nobody. Otherwise it joins when the reads are done.
+nothing else can run: then its layers wait for the reads, which delays nobody. Otherwise it joins when the reads are done; or,
+where reading comes from the prefix's end and computing meets it, with what reading will not have brought sooner.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.sequence import Sequence
 from headstart.policy.fairness import FairShares
 
@@ -26,20 +28,21 @@ class Work:
 def plan_step(running: Several[Sequence], *, shares: FairShares, chunk_tokens: int, beside_tokens: int) -> list[Work]:
     """Return the next step's work, empty when nothing can run now. At most `chunk_tokens` of prompts; beside answers, and
     behind a prompt that is then through and waits for its first token, at most `beside_tokens`."""
-    running = [one for one in running if not one.stalled]
-    ready = [one for one in running if one.load is None]
+    rooms = {one: one.room for one in running if not one.stalled}
+    ready = [one for one, room in rooms.items() if room]
     work = [Work(one, 1) for one in ready if one.decoding]
     prompts = {one.number: one for one in ready if not one.decoding}
     if not prompts and not work:
-        prompts = {one.number: one for one in running if one.load is not None and not one.load.failed}
-        prompts = dict(list(prompts.items())[:1])
+        loading = next((one for one in rooms if isinstance(one.load, PrefixLoad) and not one.load.failed), None)
+        return [] if loading is None else [Work(loading, min(loading.pending, chunk_tokens))]
     left = min(beside_tokens, chunk_tokens) if work else chunk_tokens
     for turn in shares.prefills([one.turn for one in prompts.values()]):
+        prompt = prompts[turn.number]
         count = min(turn.tokens, left)
         if count:
-            work.append(Work(prompts[turn.number], count))
+            work.append(Work(prompt, count))
         left -= count
-        if count == turn.tokens:
+        if count == prompt.pending:
             left = min(left, beside_tokens)
     return work
 

@@ -10,7 +10,9 @@ from headstart.engine.base import TokenEvent
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
+from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice, choose
 from headstart.engine.torch.scheduler import Work, note_turns, plan_step
@@ -22,6 +24,7 @@ from headstart.policy.pacing import Pace
 _log = logging.getLogger(__name__)
 
 _LEAST_BESIDE = 32  # tokens of prompts beside answers: fewer cost nearly as much
+_TELLING_ROWS = 16  # of prompts
 _PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
 
 
@@ -58,14 +61,15 @@ class Stepper:
         segments, rows, complete = [], [], []
         for item in work:
             sequence = item.sequence
+            if isinstance(sequence.load, Meeting):
+                sequence.load.claim(sequence.computed + item.count)
             segments.append(sequence.segment(len(tokens), item.count))
             tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
             if item.count == sequence.pending:
                 rows.append(len(tokens) - 1)
                 complete.append(sequence)
         prompt_tokens = sum(item.count for item in work if not item.sequence.decoding)
-        loading = any(item.sequence.load is not None for item in work)
-        started_s = time.perf_counter()
+        started = time.monotonic()
         try:
             logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
@@ -81,11 +85,11 @@ class Stepper:
                 )
             return
         self._counters.add("steps")
-        if not loading:  # else it waited
+        seconds = time.monotonic() - started
+        self._measure(work, seconds, settled=bool(rows))
+        if not any(isinstance(item.sequence.load, PrefixLoad) for item in work):  # else it waited
             decoding = any(item.sequence.decoding for item in work)
-            self._pace = self._pace.after(
-                seconds=time.perf_counter() - started_s, decoding=decoding, prompt_tokens=prompt_tokens
-            )
+            self._pace = self._pace.after(seconds=seconds, decoding=decoding, prompt_tokens=prompt_tokens)
         note_turns(self._roster.running, work)
         before = [self._advance(item) for item in work]
         for sequence, choice in zip(complete, chosen, strict=True):
@@ -98,7 +102,7 @@ class Stepper:
     def _advance(self, item: Work) -> int:
         """Count what was computed; return how much was before."""
         sequence = item.sequence
-        if sequence.load is not None:  # every layer of it was waited for, so all of it is good
+        if isinstance(sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
             self._loads.adopt(sequence, sequence.load.outcome())
         before, sequence.computed = sequence.computed, sequence.computed + item.count
         again = max(0, min(sequence.reached, sequence.computed) - before)
@@ -108,6 +112,16 @@ class Stepper:
         self._roster.shares.charge(sequence.request.tenant, computed=item.count - again, generated=generated)
         return before
 
+    def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
+        """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
+        rows = sum(item.count for item in work)
+        if rows - len(work) < _TELLING_ROWS or any(isinstance(item.sequence.load, PrefixLoad) for item in work):
+            return
+        spans = [(item.sequence.computed, item.sequence.computed + item.count) for item in work]
+        row_keys = sum(end * end - first * first for first, end in spans) / 2
+        on_cpu = self._model.device.type == "cpu"  # elsewhere a pass is over only when something of it was asked for
+        self._loads.speeds.passed(rows, row_keys, seconds, settled=settled or on_cpu)
+
     def _before_layer(self, work: Several[Work], layer: int) -> None:
         """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
         the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
@@ -116,7 +130,7 @@ class Stepper:
             raise _Abandoned
         for item in work:
             load = item.sequence.load
-            while load is not None:
+            while isinstance(load, PrefixLoad):
                 try:
                     load.wait(layer, _PATIENCE_S)
                     break
@@ -124,7 +138,7 @@ class Stepper:
                     if not error.facts.get("timed_out"):
                         load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
                         raise _Abandoned from error
-                    if load.overdue or self._roster.closing or self._roster.mail:
+                    if load.overdue or load.slow or self._roster.closing or self._roster.mail:
                         raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
