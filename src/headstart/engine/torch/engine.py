@@ -32,7 +32,7 @@ from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.preempting import Preemption
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.room import Rooms
@@ -56,7 +56,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: TorchModel,
+        model: Model,
         memory: KVMemory,
         *,
         info: EngineInfo,

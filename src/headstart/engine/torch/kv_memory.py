@@ -1,7 +1,7 @@
 """KV memory of running requests: bounded, counted, one contiguous region a request, seen as tensors and as pieces.
 
     region ┌ layer 0: K head 0 │ K head 1 … │ V head 0 │ V head 1 … ┬ layer 1 … ┐     each strip: [tokens, width]
-           └ each layer starts at a multiple of 4 KiB ┘
+           └ each layer starts at a multiple of 4 KiB ┘    behind the last one: the state of recurrent layers, if there are any
 
 Only layers that keep KV are here, under the numbers that they have in the model, and they may differ. Head-major, because a
 decoding step over 7,500 tokens takes half the time that it takes token-major; a chunk of 64 queries does not care. A piece (64
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import KVKind, Representation
+from headstart.engine.torch.recurrent import RecurrentState, StateShape
 from headstart.tier.arena import ALIGNMENT, Arena, Region
 
 _PLAIN = "torch/piece-kv-head-token-dim/1"
@@ -69,10 +70,11 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a model: the layers that keep any, in the order in which the model runs them."""
+    """The KV of a model: the layers that keep any, in the order in which the model runs them. `state`: of recurrent layers."""
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
+    state: StateShape | None = None
 
     @classmethod
     def alike(cls, layers: int, *, heads: int, width: int, dtype: torch.dtype) -> Self:
@@ -103,27 +105,35 @@ class KVShape:
         return -(-self.piece_bytes(place) * tokens // BLOCK_TOKENS // ALIGNMENT) * ALIGNMENT
 
     def region_bytes(self, tokens: int) -> int:
-        return sum(self.layer_bytes(place, _whole_blocks(tokens)) for place in range(len(self.layers)))
+        return self.state_offset(_whole_blocks(tokens)) + (0 if self.state is None else self.state.memory_bytes)
+
+    def state_offset(self, tokens: int) -> int:
+        """Where the state lies in a region for `tokens` tokens, whole blocks."""
+        return sum(self.layer_bytes(place, tokens) for place in range(len(self.layers)))
 
     def representation(self, *, query_heads: int) -> Representation:
         """How pieces of this KV are laid down; `query_heads` tells MHA from GQA."""
         kind: KVKind = "mha" if all(layer.heads == query_heads for layer in self.layers) else "gqa"
         if any(layer.latent for layer in self.layers):
             kind = "mla"
+        layouts = sorted({layer.layout for layer in self.layers})
         return Representation(
             kind=kind,
-            layout=" + ".join(sorted({layer.layout for layer in self.layers})),
+            layout=" + ".join(layouts if self.state is None else [*layouts, self.state.layout]),
             dtype=str(self.dtype).removeprefix("torch."),
             layer_bytes=tuple(self.piece_bytes(place) for place in range(len(self.layers))),
             layer_numbers=tuple(self.numbers),
+            state="none" if self.state is None else "required",
         )
 
 
 class LayerViews:
     """The KV of one request as attention sees it: `planes[i]` [strips, capacity, width] belongs to `shape.layers[i]`; it is
-    asked for by the model's number of a layer."""
+    asked for by the model's number of a layer. `memory`: u8, where the state lies in models with recurrent layers."""
 
-    def __init__(self, shape: KVShape, planes: Sequence[Tensor]) -> None:
+    def __init__(self, shape: KVShape, planes: Sequence[Tensor], memory: Tensor | None = None) -> None:
+        self.state = None if shape.state is None or memory is None else RecurrentState(shape.state, memory)
+        self.stock: Any = None  # what a model that is run as it is keeps (see `stock`)
         self._shape = shape
         self._planes = list(planes)
         self._latent: dict[int, Tensor] = {}
@@ -146,12 +156,15 @@ class LayerViews:
         return self._latent[layer]
 
     def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
-        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning of this one."""
+        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning of this one, and the state behind them."""
         for here, there in zip(self._planes, of._planes, strict=True):
             here[:, :tokens].copy_(there[:, first : first + tokens])
+        if self.state is not None and of.state is not None:
+            self.state.take(of.state.copied(), of.state.tokens)
+        self.stock = of.stock
 
     def _forget(self) -> None:
-        self._planes, self._latent, self._both = [], {}, {}
+        self._planes, self._latent, self._both, self.state, self.stock = [], {}, {}, None, None
 
 
 class HostKV(LayerViews):
@@ -168,7 +181,11 @@ class HostKV(LayerViews):
             numbers = layer.strips * tokens * layer.width
             planes.append(torch.frombuffer(region.view, dtype=shape.dtype, offset=self._offsets[-1], count=numbers).view(form))
             self._offsets.append(self._offsets[-1] + shape.layer_bytes(place, tokens))
-        super().__init__(shape, planes)
+        memory = None
+        if shape.state is not None:
+            count = shape.state.memory_bytes
+            memory = torch.frombuffer(region.view, dtype=torch.uint8, offset=shape.state_offset(tokens), count=count)
+        super().__init__(shape, planes, memory)
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
         """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of 64 tokens of a strip]."""
@@ -210,6 +227,7 @@ class DeviceKV(LayerViews):
         super().__init__(
             shape,
             [torch.empty((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+            _state_memory(shape, device),
         )
 
     def copy_layer(self, place: int, *, of: HostKV, tokens: int) -> None:
@@ -238,6 +256,7 @@ class ScratchKV(LayerViews):
         super().__init__(
             shape,
             [torch.zeros((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+            _state_memory(shape, device),
         )
 
 
@@ -322,7 +341,7 @@ class KVMemory:
 
         Reading into memory that was never touched takes several times as long. For one thread at a time."""
         nbytes = min(self.shape.region_bytes(tokens), self._most_used - self._touched)
-        if self._device is not None or nbytes <= 0:
+        if self._device is not None or not self.shape.layers or nbytes <= 0:
             return False
         self._touched += nbytes
         return self._arena.touch(nbytes) and self._touched < self._most_used
@@ -340,6 +359,10 @@ class KVMemory:
             if kv._references == 0:
                 self._device_used -= kv._bytes
                 kv._forget()
+
+
+def _state_memory(shape: KVShape, device: torch.device) -> Tensor | None:
+    return None if shape.state is None else torch.empty(shape.state.memory_bytes, dtype=torch.uint8, device=device)
 
 
 def _whole_blocks(tokens: int) -> int:

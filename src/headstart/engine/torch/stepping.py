@@ -11,7 +11,7 @@ from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice, choose
@@ -36,7 +36,7 @@ class Stepper:
     """For the engine's thread."""
 
     def __init__(
-        self, model: TorchModel, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, chunk_tokens: int
+        self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, chunk_tokens: int
     ) -> None:
         self._model = model
         self._chunk_tokens = chunk_tokens
