@@ -156,7 +156,7 @@ class LayerViews:
         return self._latent[layer]
 
     def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
-        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning of this one, and the state behind them."""
+        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning here, and the state."""
         for here, there in zip(self._planes, of._planes, strict=True):
             here[:, :tokens].copy_(there[:, first : first + tokens])
         if self.state is not None and of.state is not None:
