@@ -28,9 +28,11 @@ class Endings:
         bridge: PrefixBridge | None,
         counters: Counters,
         *,
+        piece_tokens: int,
         save_every: int,
     ) -> None:
         """`save_every`: tokens of a long prompt after which what is computed so far is saved."""
+        self._piece_tokens = piece_tokens
         self._roster = roster
         self._rooms = rooms
         self._loads = loads
@@ -51,8 +53,8 @@ class Endings:
             self.save(sequence)
 
     def save(self, sequence: Sequence) -> None:
-        """Give what is computed to the cache, if it is more full blocks than were given before."""
-        whole = sequence.computed // 64 * 64
+        """Give what is computed to the cache, if it is more whole pieces than were given before."""
+        whole = sequence.computed // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
         sequence.saved = whole

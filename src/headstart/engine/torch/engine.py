@@ -27,6 +27,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
@@ -66,22 +67,23 @@ class TorchEngine:
         load_timeout_s: float = 30.0,
         hedge_after_s: float = 0.25,
         speeds: Speeds | None = None,
+        deterministic: bool = False,
         save_every: int = 2048,
         room_tokens: int = 128,
         patience_s: float = 30.0,
     ) -> None:
         """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
-        `speeds`: what is known of computing and reading already. `save_every`: tokens of a long prompt after which it is saved
-        so far; `room_tokens`: the least room for the answer that a request gets at a time; `patience_s`: how long a request
-        waits before an equal one gives its place to it."""
+        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there.
+        `save_every`: tokens of a long prompt after which it is saved so far; `room_tokens`: the least room for the answer that
+        a request gets at a time; `patience_s`: how long a request waits before an equal one gives its place to it."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
         self.cache = cache
         self._memory = memory
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = CHUNK_TOKENS if deterministic else chunk_tokens
         self._counters = Counters()
-        self._speeds = speeds or Speeds(self._counters, chunk_tokens=chunk_tokens)
+        self._speeds = speeds or Speeds(self._counters, chunk_tokens=self._chunk_tokens)
         self._roster = roster = Roster()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # under the roster's lock, too
         self._bridge = None
@@ -96,8 +98,24 @@ class TorchEngine:
             )
         rooms = Rooms(memory, self._counters, least_tokens=room_tokens, patience_s=load_timeout_s)
         self._loads = Loads(roster, rooms, self._bridge, self._speeds, self._counters)
-        self._endings = Endings(roster, rooms, self._loads, self._bridge, self._counters, save_every=save_every)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, chunk_tokens=chunk_tokens)
+        self._endings = Endings(
+            roster,
+            rooms,
+            self._loads,
+            self._bridge,
+            self._counters,
+            piece_tokens=memory.shape.piece_tokens,
+            save_every=save_every,
+        )
+        self._stepper = Stepper(
+            model,
+            roster,
+            self._loads,
+            self._endings,
+            self._counters,
+            chunk_tokens=self._chunk_tokens,
+            alone=deterministic,
+        )
         self._preemption = Preemption(roster, rooms, self._loads, self._endings, self._counters, patience_s=patience_s)
         self._admission = Admission(
             roster,
@@ -109,6 +127,7 @@ class TorchEngine:
             self._counters,
             max_running=max_running,
             patience_s=load_timeout_s,
+            share=not deterministic,
         )
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as Several
 
 from headstart.engine.base import TokenEvent
+from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
@@ -33,10 +34,18 @@ class _Abandoned(Exception):
 
 
 class Stepper:
-    """For the engine's thread."""
+    """For the engine's thread. `alone`: each request in a pass of its own, in the chunks of `deterministic`."""
 
     def __init__(
-        self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, chunk_tokens: int
+        self,
+        model: Model,
+        roster: Roster,
+        loads: Loads,
+        endings: Endings,
+        counters: Counters,
+        *,
+        chunk_tokens: int,
+        alone: bool,
     ) -> None:
         self._model = model
         self._chunk_tokens = chunk_tokens
@@ -45,6 +54,7 @@ class Stepper:
         self._loads = loads
         self._endings = endings
         self._counters = counters
+        self._alone = alone
 
     def plan(self) -> list[Work]:
         """Return what the next step computes; see `scheduler`."""
@@ -56,7 +66,17 @@ class Stepper:
         )
 
     def step(self, work: Several[Work]) -> None:
-        """Compute `work`, or give it up. What fails ends the requests of the step, and nothing else."""
+        """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
+        if not self._alone:
+            self._pass(work)
+            return
+        for one in [item.sequence for item in work]:
+            count = deterministic.next_count(
+                computed=one.computed, prompt_tokens=one.prompt_tokens, known_tokens=len(one.tokens)
+            )
+            self._pass([Work(one, count)])
+
+    def _pass(self, work: Several[Work]) -> None:
         tokens: list[int] = []
         segments, rows, complete = [], [], []
         for item in work:
@@ -104,11 +124,12 @@ class Stepper:
         sequence = item.sequence
         if isinstance(sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
             self._loads.adopt(sequence, sequence.load.outcome())
-        before, sequence.computed = sequence.computed, sequence.computed + item.count
-        again = max(0, min(sequence.reached, sequence.computed) - before)
+        before, end = sequence.computed, sequence.computed + item.count
+        sequence.computed = deterministic.reached(computed=before, count=item.count) if self._alone else end
+        again = max(0, min(sequence.reached, end) - before)
         if again:
             self._counters.add("recomputed_tokens", again)
-        generated = 1 if sequence.pending == 0 else 0
+        generated = 1 if end == len(sequence.tokens) else 0
         self._roster.shares.charge(sequence.request.tenant, computed=item.count - again, generated=generated)
         return before
 
