@@ -72,6 +72,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
         deterministic=config.engine.deterministic,
     )
     on_progress("warming up", None)
@@ -81,7 +82,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
 
 
 def _add_adapters(model: Model, folders: dict[str, Path]) -> None:
-    if isinstance(model, StockModel) or model.mixers is not None:
+    if isinstance(model, StockModel) or model.mixers is not None or any(layer.latent for layer in model.shape.layers):
         raise ModelError(f"adapters are not served with {model.name}, which is not plain attention; leave engine.adapters out")
     if model.name in folders:
         raise ConfigError(f"engine.adapters: {model.name!r} is the model's own name; take another", key="engine.adapters")
