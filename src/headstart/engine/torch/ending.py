@@ -27,12 +27,13 @@ class Endings:
 
     def save(self, sequence: Sequence) -> None:
         """Give what is computed to the cache, if it is more full blocks than were given before."""
-        whole = sequence.computed // 64 * 64
+        whole = sequence.savable
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
         sequence.saved = whole
+        states, sequence.boundaries = sequence.boundaries, {}
         try:
-            self._bridge.save(sequence.tokens[: sequence.computed], sequence.kv, salt=sequence.request.salt)
+            self._bridge.save(sequence.tokens[:whole], sequence.kv, salt=sequence.request.salt, states=states)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)

@@ -27,6 +27,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
@@ -63,6 +64,7 @@ class TorchEngine:
         max_running: int = 8,
         chunk_tokens: int = 1024,
         load_timeout_s: float = 30.0,
+        save_every: int = 2048,
         hedge_after_s: float = 0.25,
         speeds: Speeds | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class TorchEngine:
             )
         self._loads = Loads(roster, self._bridge, self._speeds, self._counters)
         self._endings = Endings(roster, self._loads, self._bridge, self._counters)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters)
+        self._boundaries = Boundaries(memory, self._counters, every=save_every)
+        self._stepper = Stepper(model, roster, self._loads, self._boundaries, self._endings, self._counters)
         self._admission = Admission(
             roster,
             memory,
@@ -246,7 +249,7 @@ class TorchEngine:
         self._take_mail()
         self._loads.settle()
         self._admission.admit()
-        work = plan_step(self._roster.running, chunk_tokens=self._chunk_tokens)
+        work = self._boundaries.cut(plan_step(self._roster.running, chunk_tokens=self._chunk_tokens))
         if work:
             self._stepper.step(work)
         return bool(work)

@@ -64,6 +64,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
     )
     on_progress("warming up", None)
     engine.warm_up()
@@ -145,8 +146,6 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
         return None, "off by configuration"
     if isinstance(model, StockModel):
         return None, f"off for this model, because {model.why.replace('; ', ', ')}"
-    if model.mixers is not None:
-        return None, "off for this model, because the state of its recurrent layers is not stored yet"
     wrong: list[str] = []
     settings = config.cache
     capacity, told = _disk_capacity(settings)

@@ -6,13 +6,14 @@ request in the middle of a load therefore frees its memory with the last byte th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache
 from headstart.engine.speeds import ReadAccount, Speeds
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
@@ -79,23 +80,33 @@ class PrefixBridge:
         with self._cache.match(tokens, salt=salt) as lease:
             return lease.tokens
 
-    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
-        """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
-        host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
-        if host is None:
-            return
-        if isinstance(kv, BranchKV):
-            kv.retain()
-        try:
+    def save(
+        self,
+        tokens: Sequence[int],
+        kv: HostKV | DeviceKV | BranchKV,
+        *,
+        salt: str | None,
+        states: Mapping[int, StateCopy] | None = None,
+    ) -> None:
+        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind. `kv` may be released
+        at once; of `states` this takes over the references."""
+        with ExitStack() as stack:
+            for copy in (states or {}).values():
+                stack.callback(copy.release)
+            host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
+            if host is None:
+                return
+            if isinstance(kv, BranchKV):
+                kv.retain()
+            stack.callback(host.release)
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt)
-        except BaseException:
-            host.release()
-            raise
+            given = {"states": {n: copy.data for n, copy in states.items()}} if states else {}
+            ticket = self._cache.save(tokens, host, salt=salt, **given)
+            held = stack.pop_all()
 
         def let_go(*_: object) -> None:
-            host.release()
+            held.close()
             self._wake()
 
         ticket.add_done_callback(let_go)

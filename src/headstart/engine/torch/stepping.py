@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
 
 from headstart.engine.base import TokenEvent
 from headstart.engine.torch.attention import Step
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
@@ -33,10 +36,13 @@ class _Abandoned(Exception):
 class Stepper:
     """For the engine's thread."""
 
-    def __init__(self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters) -> None:
+    def __init__(
+        self, model: Model, roster: Roster, loads: Loads, boundaries: Boundaries, endings: Endings, counters: Counters
+    ) -> None:
         self._model = model
         self._roster = roster
         self._loads = loads
+        self._boundaries = boundaries
         self._endings = endings
         self._counters = counters
 
@@ -55,6 +61,7 @@ class Stepper:
                 complete.append(sequence)
         started = time.monotonic()
         try:
+            self._take_states(work)
             logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
         except _Abandoned:
@@ -74,6 +81,7 @@ class Stepper:
             if isinstance(item.sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
                 self._loads.adopt(item.sequence, item.sequence.load.outcome())
             item.sequence.computed += item.count
+            self._boundaries.passed(item.sequence)
         for sequence, choice in zip(complete, chosen, strict=True):
             if sequence.aborted:
                 continue  # its last event comes before the next step
@@ -98,11 +106,22 @@ class Stepper:
         if self._roster.closing or not wanted or any(item.sequence.aborted and not item.sequence.decoding for item in work):
             raise _Abandoned
         for item in work:
-            load = item.sequence.load
-            while isinstance(load, PrefixLoad):
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence.load, partial(item.sequence.load.wait, layer))
+
+    def _take_states(self, work: Several[Work]) -> None:
+        """Wait until recurrent layers of those whose prefix is loaded stand behind it."""
+        for item in work:
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence.load, item.sequence.load.take_state)
+            self._boundaries.entered(item.sequence)
+
+    def _wait(self, load: PrefixLoad, what: Callable[[float], None]) -> None:
+        """Wait for something of a load, or give the step up."""
+        while True:
                 try:
-                    load.wait(layer, _PATIENCE_S)
-                    break
+                    what(_PATIENCE_S)
+                    return
                 except LoadFailed as error:
                     if not error.facts.get("timed_out"):
                         load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
