@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -232,18 +231,15 @@ class Saver:
     ) -> int:
         """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them; return bytes.
 
-        As many extents are under way as a tier has devices: they are written side by side, and only their images are built one
-        after the other. What was not taken is known so many extents later."""
+        While one is written the image of the next is built. On several devices as many are written side by side as
+        `writes_at_once` says, and what was not taken is known so many extents later."""
         written_bytes = 0
         per_piece = self._representation.blocks_per_piece
         end = first + pieces
         under_way: deque[_Writing] = deque()
-        depth = max(target.source.writes_at_once for target in targets)
-        with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(depth, "save-write")) if depth > 1 else None
+        at_once = max(target.source.writes_at_once for target in targets)
+        try:
             for number in count():
-                while under_way and (len(under_way) == depth or first == end):
-                    written_bytes += self._end_write(under_way.popleft())
                 self._take_notes()  # else a long save would evict what was used meanwhile
                 if self._stop:
                     for target in targets:
@@ -253,15 +249,19 @@ class Saver:
                     break
                 limit_bytes = min(target.tier.max_extent_bytes(self._representation) for target in takers)
                 image, taken = self._builder.build(
-                    request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % depth
+                    request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % (at_once + 1)
                 )
+                while len(under_way) >= at_once:
+                    written_bytes += self._end_write(under_way.popleft())
+                takers = [target for target in takers if target.reason is None]
                 position = first * per_piece
-                write = partial(self._write, image, takers, request.terms)
-                reasons = pool.submit(write) if pool else _done(write())
+                reasons = _in_thread(partial(self._write, image, takers, request.terms))
                 under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
                 first += taken
-            for writing in under_way:
-                written_bytes += self._end_write(writing)
+            while under_way:
+                written_bytes += self._end_write(under_way.popleft())
+        finally:
+            wait([writing.reasons for writing in under_way])  # before anything is built where their images are
         return written_bytes
 
     def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms) -> list[str]:
@@ -335,9 +335,17 @@ class _Writing:
     reasons: Future[list[str]]
 
 
-def _done(reasons: list[str]) -> Future[list[str]]:
+def _in_thread(work: Callable[[], list[str]]) -> Future[list[str]]:
+    """Do it in a daemon thread: one that hangs in a tier must not keep the process from ending."""
     future: Future[list[str]] = Future()
-    future.set_result(reasons)
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the thread's outer edge: whoever waits is told
+            future.set_exception(error)
+
+    Thread(target=run, name="save-write", daemon=True).start()
     return future
 
 

@@ -20,8 +20,7 @@ _SAMPLES = 32
 _ENOUGH = 3  # samples before a tier's speed counts as known, …
 _ENOUGH_S = 1.0  # … or seconds of them
 _STALE_S = 60.0
-_LATE_S = 0.2  # what takes less is no news about a tier that nothing is known of
-_SHORTEST_S = 0.05  # reads that end in quick succession were under way together: one sample
+_ALONE = 0.5  # of the time of the read before it, which a read that was under way beside it takes at least to be a sample
 
 
 class Speeds:
@@ -141,11 +140,10 @@ class _Tier:
     asked_bytes: int = 0  # of loads under way
     mark_s: float = 0.0  # since when what has come is not in a sample yet
     starts: int = 0
-    came_bytes: int = 0
 
     def began(self, nbytes: int, now: float) -> None:
         if not self.under_way:
-            self.mark_s, self.starts, self.came_bytes = now, 1, 0
+            self.mark_s, self.starts = now, 1
         self.under_way += 1
         self.asked_bytes += nbytes
 
@@ -153,26 +151,29 @@ class _Tier:
         self.under_way -= 1
         self.asked_bytes -= asked_bytes
         if nbytes is None:
-            self.mark_s, self.starts, self.came_bytes = now, 0, 0
+            self.mark_s, self.starts = now, 0
             return
-        self.came_bytes += nbytes
-        if now - self.mark_s >= _SHORTEST_S or not self.under_way:
-            self._sample(self.came_bytes, now)
+        self._sample(nbytes, now)
 
     def late(self, nbytes: int, now: float) -> None:
         seconds = now - self.mark_s
-        expected_s = _LATE_S if self.speed is None else self.speed.seconds(nbytes, self.starts)
+        expected_s = 0.0 if self.speed is None else self.speed.seconds(nbytes, self.starts)
         if self.under_way and seconds > expected_s:
-            self._sample(max(nbytes, self.came_bytes), now)
+            self._sample(nbytes, now)
 
     def _sample(self, nbytes: int, now: float) -> None:
         seconds = now - self.mark_s
         if nbytes > 0 and seconds > 0:
-            self.samples.append(Sample((nbytes, self.starts), seconds))
+            sample = Sample((nbytes, self.starts), seconds)
+            if self.samples and not self.starts and seconds < _ALONE * self.samples[-1].seconds:
+                # The rest of what was read beside the one before, most of which came in that one's time.
+                last = self.samples.pop()
+                sample = Sample((last.quantities[0] + nbytes, last.quantities[1]), last.seconds + seconds)
+            self.samples.append(sample)
             self.speed = fitted(self.samples)
             self.sampled_s += seconds
             self.last_s = now
-        self.mark_s, self.starts, self.came_bytes = now, 0, 0
+        self.mark_s, self.starts = now, 0
 
     def reading(self, now: float) -> Reading | None:
         if self.speed is None or (len(self.samples) < _ENOUGH and self.sampled_s < _ENOUGH_S):

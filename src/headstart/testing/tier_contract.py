@@ -22,7 +22,7 @@ from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN, FakeKV
-from headstart.tier.base import ExtentId, ReadRange, Terms, Tier
+from headstart.tier.base import ExtentId, ReadRange, Shape, Terms, Tier
 
 GONE = ExtentId(1 << 40)  # an id that no tier has given out
 
@@ -118,10 +118,12 @@ class TierContract:
         assert [i.id for i in tier.scan()] == [extent]
         assert (info.id, info.representation, info.blocks) == (extent, TINY.digest, 4)
         assert (info.header_bytes, info.extent_bytes) == header_and_extent_bytes(TINY, 4)
+        assert tier.shape(extent) == Shape(info.blocks, info.header_bytes, info.extent_bytes)
         assert [key[:16] for key in info.keys] == [key[:16] for key in kv.keys]
 
     def test_nothing_is_known_of_an_extent_that_is_not_there(self, tier: Tier) -> None:
         assert tier.info(GONE) is None
+        assert tier.shape(GONE) is None
         assert tier.lease([GONE]) == [False]
         assert tier.delete([GONE], reason="user") == 0
         tier.touch([GONE])

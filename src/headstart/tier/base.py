@@ -70,6 +70,15 @@ class ExtentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """How large an extent is and its header, as the tier remembers it: what is known before anything is read."""
+
+    blocks: int
+    header_bytes: int
+    extent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadRange:
     """Read from byte `offset` of an extent's image into `buffers`, in order and completely."""
 
@@ -161,6 +170,10 @@ class Tier(Protocol):
         ...
 
     def info(self, extent: ExtentId) -> ExtentInfo | None: ...
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        """Return a part of `info` at a small part of its cost: it is asked for at every read of a header."""
+        ...
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         """Protect extents from eviction; False for those that are gone. Counted: each True needs one release."""

@@ -27,6 +27,7 @@ from headstart.tier.base import (
     Placement,
     Problem,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -89,6 +90,11 @@ class MemoryTier:
         with self._lock:
             found = self._extents.get(extent)
             return None if found is None else _info(found)
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        with self._lock:
+            found = self._extents.get(extent)
+            return None if found is None else Shape(len(found.keys), found.header_bytes, found.region.nbytes)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         with self._lock:

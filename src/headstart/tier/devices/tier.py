@@ -29,6 +29,7 @@ from headstart.tier.base import (
     Problem,
     RawExtent,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -128,6 +129,11 @@ class DeviceTier:
         if device is None or device.tier is None:
             return None
         return named(device, device.tier.info(inner))
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        self._require_open()
+        device, inner = self._asking.device_of(extent)
+        return None if device is None or device.tier is None else device.tier.shape(inner)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
-from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.base import ExtentId, ExtentInfo, Shape
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
@@ -464,10 +464,9 @@ class Books:
         """Return (segment, offset, extent_bytes)."""
         return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
 
-    def shape(self, row: int) -> tuple[int, int]:
-        """Return (header_bytes, blocks)."""
+    def shape(self, row: int) -> Shape:
         blocks = self._index(self._numbered[self._segment[row]].representation).count(row)
-        return int(self._header_bytes[row]), blocks
+        return Shape(blocks, int(self._header_bytes[row]), int(self._extent_bytes[row]))
 
     def numbered(self, number: int) -> Segment:
         return self._numbered[number]

@@ -28,6 +28,7 @@ from headstart.tier.base import (
     Problem,
     RawExtent,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -167,6 +168,12 @@ class DiskTier:
         with self._store.lock:
             row = self._store.books.row(extent)
             return None if row is None else self._store.books.info(row, now_ms=self._store.now_ms())
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        self._require_open()
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            return None if row is None else self._store.books.shape(row)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
