@@ -119,15 +119,15 @@ class Stepper:
     def _wait(self, load: PrefixLoad, what: Callable[[float], None]) -> None:
         """Wait for something of a load, or give the step up."""
         while True:
-                try:
-                    what(_PATIENCE_S)
-                    return
-                except LoadFailed as error:
-                    if not error.facts.get("timed_out"):
-                        load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
-                        raise _Abandoned from error
-                    if load.overdue or load.slow or self._roster.closing or self._roster.mail:
-                        raise _Abandoned from error
+            try:
+                what(_PATIENCE_S)
+                return
+            except LoadFailed as error:
+                if not error.facts.get("timed_out"):
+                    load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
+                    raise _Abandoned from error
+                if load.overdue or load.slow or self._roster.closing or self._roster.mail:
+                    raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
         if isinstance(choice, str):
