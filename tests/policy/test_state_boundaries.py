@@ -1,4 +1,4 @@
-"""Where states of recurrent layers are kept: whole blocks, a token left over, every so often, and where prompts parted before."""
+"""Where states of recurrent layers are kept: behind whole blocks, a token left over, every so often, where prompts parted."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ class PrefixBridge:
         salt: str | None,
         states: Mapping[int, StateCopy] | None = None,
     ) -> None:
-        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind. `kv` may be released
-        at once; of `states` this takes over the references."""
+        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind. `kv` may be
+        released at once; of `states` this takes over the references."""
         with ExitStack() as stack:
             for copy in (states or {}).values():
                 stack.callback(copy.release)

@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def savable(self) -> int:
-        """Tokens, in whole blocks, that the cache could use: of models with recurrent layers, those with a state behind them."""
+        """Tokens, in whole blocks, of use to the cache: with recurrent layers, those that a state stands behind."""
         if self.kv is not None and self.kv.state is not None:
             return max(self.boundaries, default=0)
         return self.computed // BLOCK_TOKENS * BLOCK_TOKENS
