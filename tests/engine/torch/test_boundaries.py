@@ -216,6 +216,20 @@ def test_a_layer_that_fails_behind_the_state_has_all_of_the_prompt_computed(held
     assert answer.tokens == held.want
 
 
+def test_nothing_is_saved_of_a_prompt_whose_load_failed_before_it_was_computed(held: Held) -> None:
+    saves = len(held.cache.saves)
+    held.ask(id="gone")
+    load = held.cache.next_load()
+    load.bring_state()
+    eventually(lambda: load.waited)
+    load.fail()
+    held.engine.abort("gone")
+    load.overwrite(7)
+    load.end(usable_tokens=0)
+    settled(held.engine)
+    assert len(held.cache.saves) == saves
+
+
 def test_a_step_given_up_for_new_mail_goes_on_from_the_loaded_state(held: Held) -> None:
     answer = held.ask()
     load = held.cache.next_load()

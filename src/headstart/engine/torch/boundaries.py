@@ -57,8 +57,10 @@ class Boundaries:
             self._counters.add("states_not_kept")
             return
         held = sequence.boundaries
-        in_answer = [one for one in held if one >= sequence.prompt_tokens]  # of those, the last one is enough
-        for one in in_answer if at >= sequence.prompt_tokens else list(held)[: max(0, len(held) + 1 - _MOST)]:
+        replaced = [
+            one for one in held if one == at or (one >= sequence.prompt_tokens and at > one)
+        ]  # one of an answer suffices
+        for one in replaced or list(held)[: max(0, len(held) + 1 - _MOST)]:
             held.pop(one).release()
         held[at] = copy
         self._counters.add("states_kept")

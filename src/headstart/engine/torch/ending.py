@@ -31,7 +31,7 @@ class Endings:
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
         sequence.saved = whole
-        states, sequence.boundaries = sequence.boundaries, {}
+        states = {one: sequence.boundaries.pop(one) for one in sorted(sequence.boundaries) if one <= whole}
         try:
             self._bridge.save(sequence.tokens[:whole], sequence.kv, salt=sequence.request.salt, states=states)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry

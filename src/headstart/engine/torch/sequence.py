@@ -79,7 +79,7 @@ class Sequence:
     def savable(self) -> int:
         """Tokens, in whole blocks, of use to the cache: with recurrent layers, those that a state stands behind."""
         if self.kv is not None and self.kv.state is not None:
-            return max(self.boundaries, default=0)
+            return max((one for one in self.boundaries if one <= self.computed), default=0)
         return self.computed // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
