@@ -19,21 +19,24 @@ _log = logging.getLogger(__name__)
 class Endings:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters) -> None:
+    def __init__(
+        self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters, *, piece_tokens: int
+    ) -> None:
+        self._piece_tokens = piece_tokens
         self._roster = roster
         self._loads = loads
         self._bridge = bridge
         self._counters = counters
 
     def save(self, sequence: Sequence) -> None:
-        """Give what is computed to the cache, if it is more full blocks than were given before."""
-        whole = sequence.savable
+        """Give what is computed to the cache, if it is more whole pieces than were given before."""
+        whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
         sequence.saved = whole
         states = {one: sequence.boundaries.pop(one) for one in sorted(sequence.boundaries) if one <= whole}
         try:
-            self._bridge.save(sequence.tokens[:whole], sequence.kv, salt=sequence.request.salt, states=states)
+            self._bridge.save(sequence.tokens[: sequence.computed], sequence.kv, salt=sequence.request.salt, states=states)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Several
 from functools import partial
 
 from headstart.engine.base import TokenEvent
+from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.ending import Endings
@@ -34,10 +35,18 @@ class _Abandoned(Exception):
 
 
 class Stepper:
-    """For the engine's thread."""
+    """For the engine's thread. `alone`: each request in a pass of its own, in the chunks of `deterministic`."""
 
     def __init__(
-        self, model: Model, roster: Roster, loads: Loads, boundaries: Boundaries, endings: Endings, counters: Counters
+        self,
+        model: Model,
+        roster: Roster,
+        loads: Loads,
+        boundaries: Boundaries,
+        endings: Endings,
+        counters: Counters,
+        *,
+        alone: bool,
     ) -> None:
         self._model = model
         self._roster = roster
@@ -45,9 +54,20 @@ class Stepper:
         self._boundaries = boundaries
         self._endings = endings
         self._counters = counters
+        self._alone = alone
 
     def step(self, work: Several[Work]) -> None:
-        """Compute `work`, or give it up. What fails ends the requests of the step, and nothing else."""
+        """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
+        if not self._alone:
+            self._pass(work)
+            return
+        for one in [item.sequence for item in work]:
+            count = deterministic.next_count(
+                computed=one.computed, prompt_tokens=one.prompt_tokens, known_tokens=len(one.tokens)
+            )
+            self._pass([Work(one, count)])
+
+    def _pass(self, work: Several[Work]) -> None:
         tokens: list[int] = []
         segments, rows, complete = [], [], []
         for item in work:
@@ -80,7 +100,7 @@ class Stepper:
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
                 self._loads.adopt(item.sequence, item.sequence.load.outcome())
-            item.sequence.computed += item.count
+            self._advance(item)
             self._boundaries.passed(item.sequence)
         for sequence, choice in zip(complete, chosen, strict=True):
             if sequence.aborted:
@@ -88,6 +108,12 @@ class Stepper:
             self._deliver(sequence, choice)
             if sequence.generated == 1 and not sequence.ended:
                 self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
+
+    def _advance(self, item: Work) -> None:
+        one = item.sequence
+        one.computed = (
+            deterministic.reached(computed=one.computed, count=item.count) if self._alone else one.computed + item.count
+        )
 
     def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
         """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
@@ -107,17 +133,19 @@ class Stepper:
             raise _Abandoned
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):
-                self._wait(item.sequence.load, partial(item.sequence.load.wait, layer))
+                self._wait(item.sequence, partial(item.sequence.load.wait, layer))
 
     def _take_states(self, work: Several[Work]) -> None:
         """Wait until recurrent layers of those whose prefix is loaded stand behind it."""
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):
-                self._wait(item.sequence.load, item.sequence.load.take_state)
+                self._wait(item.sequence, item.sequence.load.take_state)
             self._boundaries.entered(item.sequence)
 
-    def _wait(self, load: PrefixLoad, what: Callable[[float], None]) -> None:
-        """Wait for something of a load, or give the step up."""
+    def _wait(self, sequence: Sequence, what: Callable[[float], None]) -> None:
+        """Wait for something of a request's load, or give the step up."""
+        load = sequence.load
+        assert isinstance(load, PrefixLoad)
         while True:
             try:
                 what(_PATIENCE_S)
@@ -126,7 +154,7 @@ class Stepper:
                 if not error.facts.get("timed_out"):
                     load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
                     raise _Abandoned from error
-                if load.overdue or load.slow or self._roster.closing or self._roster.mail:
+                if load.overdue or load.slow or sequence.aborted or self._roster.closing or self._roster.mail:
                     raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
