@@ -143,16 +143,16 @@ class HeldLease:
 class HeldTicket:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Any], None]] = []
-        self._done = False
+        self.done = False
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        if self._done:
+        if self.done:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def end(self) -> None:
-        self._done = True
+        self.done = True
         for callback in self._callbacks:
             callback(self)
 
@@ -167,6 +167,7 @@ class HeldCache:
         self.loads: list[HeldLoad] = []
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
+        self.terms: list[dict[str, str]] = []  # of each save
         self.tickets: list[HeldTicket] = []
         self.hold_saves = False
         self.condition = Condition()
@@ -181,9 +182,16 @@ class HeldCache:
         return lease
 
     def save(
-        self, tokens: Sequence[int], source: Any, *, salt: str | None = None, states: Mapping[int, memoryview] | None = None
+        self,
+        tokens: Sequence[int],
+        source: Any,
+        *,
+        salt: str | None = None,
+        states: Mapping[int, memoryview] | None = None,
+        **terms: str,
     ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
+        self.terms.append(terms)
         self.saves.append(tuple(tokens))
         for count, state in (states or {}).items():
             self.states[tuple(tokens[:count])] = bytes(state)

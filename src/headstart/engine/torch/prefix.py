@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
@@ -88,23 +88,29 @@ class PrefixBridge:
         kv: HostKV | DeviceKV | BranchKV,
         *,
         salt: str | None,
+        retention: str,
+        tenant: str,
+        session: str,
         states: Mapping[int, StateCopy] | None = None,
-    ) -> None:
-        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind. `kv` may be
-        released at once; of `states` this takes over the references."""
+    ) -> Ticket | None:
+        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind, and return the
+        ticket. `kv` may be released at once; of `states` this takes over the references. None: on a device, where no host
+        memory is free to pass it through."""
         with ExitStack() as stack:
             for copy in (states or {}).values():
                 stack.callback(copy.release)
             host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
             if host is None:
-                return
+                return None
             if isinstance(kv, BranchKV):
                 kv.retain()
             stack.callback(host.release)
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
             buffers = {n: copy.data for n, copy in states.items()} if states else None
-            ticket = self._cache.save(tokens, host, salt=salt, states=buffers)
+            ticket = self._cache.save(
+                tokens, host, salt=salt, retention=retention, tenant=tenant, session=session, states=buffers
+            )
             held = stack.pop_all()
 
         def let_go(*_: object) -> None:
@@ -112,6 +118,7 @@ class PrefixBridge:
             self._wake()
 
         ticket.add_done_callback(let_go)
+        return ticket
 
     def _passage(self, kv: HostKV | DeviceKV, tokens: int) -> HostKV | None:
         """Return host memory for a load or save of `kv`, with a reference: its own where it is in host memory."""
