@@ -112,6 +112,16 @@ def test_a_state_of_a_slower_tier_counts_where_a_faster_one_has_the_blocks() -> 
         assert hit_tokens(cache, asked(7)) == 5 * 64
 
 
+def test_a_state_of_a_slower_tier_counts_where_a_faster_one_has_the_beginning() -> None:
+    memory, slow = MemoryTier(8 << 20), disk()
+    with opened(memory, slow) as cache:
+        kv = stored(cache, 9, 5, 9)
+        assert memory.delete([info.id for info in memory.scan()], reason="user") == 2
+        assert memory.write(kv.image(0, 6), STATEFUL).reason == "written"
+        loaded = load(cache, asked(7))
+        assert (loaded.usable_tokens, loaded.wrong) == (5 * 64, [])
+
+
 def test_what_is_leased_includes_the_state() -> None:
     tier = MemoryTier(8 << 20)
     with opened(tier) as cache:
