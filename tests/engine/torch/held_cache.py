@@ -151,6 +151,7 @@ class HeldCache:
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
         self.terms: list[dict[str, str]] = []  # of each save
+        self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
         self.hold_saves = False
         self.condition = Condition()
@@ -163,9 +164,12 @@ class HeldCache:
         self.leases.append(lease)
         return lease
 
-    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None, **terms: str) -> HeldTicket:
+    def save(
+        self, tokens: Sequence[int], source: Any, *, salt: str | None = None, own_tokens: int = 0, **terms: str
+    ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
         self.terms.append(terms)
+        self.own_tokens.append(own_tokens)
         self.saves.append(tuple(tokens))
         for pieces in range(1, whole + 1):
             self.stored[tuple(tokens[: pieces * BLOCK_TOKENS])] = [

@@ -57,7 +57,7 @@ class Endings:
         whole = sequence.computed // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
-        sequence.saved = whole
+        own_tokens, sequence.saved = sequence.saved, whole
         try:
             asked = sequence.request
             sequence.saving = self._bridge.save(
@@ -67,6 +67,7 @@ class Endings:
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                own_tokens=own_tokens,
             )
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")

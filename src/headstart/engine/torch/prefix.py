@@ -90,9 +90,10 @@ class PrefixBridge:
         retention: str,
         tenant: str,
         session: str,
+        own_tokens: int,
     ) -> Ticket | None:
-        """Give the KV of `tokens` to the cache, written behind, and return its ticket. `kv` may be released at once. None: on a
-        device, where no host memory is free to pass it through."""
+        """Give the KV of `tokens` to the cache, written behind, and return its ticket. `own_tokens`: as many of them as this
+        request gave before. `kv` may be released at once. None: on a device, where no host memory is free for it to pass."""
         host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
         if host is None:
             return None
@@ -101,7 +102,9 @@ class PrefixBridge:
         try:
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt, retention=retention, tenant=tenant, session=session)
+            ticket = self._cache.save(
+                tokens, host, salt=salt, retention=retention, tenant=tenant, session=session, own_tokens=own_tokens
+            )
         except BaseException:
             host.release()
             raise
