@@ -32,6 +32,7 @@ class BranchKV:
 
     def __init__(self, trunk: HostKV, prefix: Prefix, own: HostKV) -> None:
         trunk.retain()
+        self.state = None  # what has one is not shared
         self.trunk = trunk
         self.prefix = prefix
         self.own = own
@@ -102,6 +103,8 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
             continue
         if one.request.adapter != sequence.request.adapter:
             continue
+        if one.kv.state is not None:
+            continue  # who joins would need the state at that place, which is gone
         tokens = _common(sequence, one)
         if isinstance(one.kv, BranchKV):
             tokens = min(tokens, one.kv.prefix.tokens)
