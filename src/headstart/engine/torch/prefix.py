@@ -101,11 +101,12 @@ class PrefixBridge:
         retention: str,
         tenant: str,
         session: str,
+        own_tokens: int,
         states: Mapping[int, StateCopy] | None = None,
     ) -> Ticket | None:
         """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind, and return the
-        ticket. `kv` may be released at once; of `states` this takes over the references. None: on a device, where no host
-        memory is free to pass it through."""
+        ticket. `own_tokens`: as many of them as this request gave before. `kv` may be released at once; of `states` this takes
+        over the references. None: on a device, where no host memory is free to pass it through."""
         with ExitStack() as stack:
             for copy in (states or {}).values():
                 stack.callback(copy.release)
@@ -119,7 +120,14 @@ class PrefixBridge:
                 kv.copy_to(host, len(tokens))
             buffers = {n: copy.data for n, copy in states.items()} if states else None
             ticket = self._cache.save(
-                tokens, host, salt=salt, retention=retention, tenant=tenant, session=session, states=buffers
+                tokens,
+                host,
+                salt=salt,
+                retention=retention,
+                tenant=tenant,
+                session=session,
+                states=buffers,
+                own_tokens=own_tokens,
             )
             held = stack.pop_all()
 
