@@ -33,6 +33,14 @@ class DiskMachine(TierMachine):
         return DiskTier.open(self.disk.root / "kv", capacity_bytes=self.capacity_bytes, disk=self.disk)
 
 
+class MemoryStatesMachine(MemoryMachine):
+    representation = STATEFUL
+
+
+class DiskStatesMachine(DiskMachine):
+    representation = STATEFUL
+
+
 class WholeCacheMachine(CacheMachine):
     def open_cache(self) -> PrefixCache:
         disk = DiskTier.open(self.disk.root / "kv", capacity_bytes=4 << 20, disk=self.faulty_disk)
@@ -97,7 +105,16 @@ class BelievesItsTiers(CacheMachine):
         return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY)
 
 
-MACHINES = [MemoryMachine, DiskMachine, WholeCacheMachine, DiskOnlyCacheMachine, StatesMachine, DiskOnlyStatesMachine]
+MACHINES: list[type[TierMachine | CacheMachine]] = [
+    MemoryMachine,
+    DiskMachine,
+    MemoryStatesMachine,
+    DiskStatesMachine,
+    WholeCacheMachine,
+    DiskOnlyCacheMachine,
+    StatesMachine,
+    DiskOnlyStatesMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
