@@ -5,7 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import attention, budget, devices, harness, hit, index, joining, overhead, slow_disk, store, trace, write
+from benchmarks import (
+    attention,
+    budget,
+    devices,
+    harness,
+    hit,
+    index,
+    joining,
+    latent,
+    overhead,
+    slow_disk,
+    store,
+    trace,
+    write,
+)
 
 BENCHMARKS = {
     "attention": attention,
@@ -14,6 +28,7 @@ BENCHMARKS = {
     "hit": hit,
     "index": index,
     "joining": joining,
+    "latent": latent,
     "overhead": overhead,
     "slow_disk": slow_disk,
     "trace": trace,
