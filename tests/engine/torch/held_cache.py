@@ -116,6 +116,7 @@ class HeldLease:
     def __init__(self, cache: HeldCache, key: tuple[int, ...]) -> None:
         self._cache, self._key = cache, key
         self.tokens = len(key)
+        self.beyond_tokens = 0
         self.releases = 0
 
     @property
@@ -168,6 +169,7 @@ class HeldCache:
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
         self.terms: list[dict[str, str]] = []  # of each save
+        self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
         self.hold_saves = False
         self.condition = Condition()
@@ -188,10 +190,12 @@ class HeldCache:
         *,
         salt: str | None = None,
         states: Mapping[int, memoryview] | None = None,
+        own_tokens: int = 0,
         **terms: str,
     ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
         self.terms.append(terms)
+        self.own_tokens.append(own_tokens)
         self.saves.append(tuple(tokens))
         for count, state in (states or {}).items():
             self.states[tuple(tokens[:count])] = bytes(state)

@@ -57,7 +57,7 @@ class Endings:
         whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
-        sequence.saved = whole
+        own_tokens, sequence.saved = sequence.saved, whole
         states = {one: sequence.boundaries.pop(one) for one in sorted(sequence.boundaries) if one <= whole}
         try:
             asked = sequence.request
@@ -68,6 +68,7 @@ class Endings:
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                own_tokens=own_tokens,
                 states=states,
             )
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
