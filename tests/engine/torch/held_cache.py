@@ -116,6 +116,7 @@ class HeldLease:
     def __init__(self, cache: HeldCache, key: tuple[int, ...]) -> None:
         self._cache, self._key = cache, key
         self.tokens = len(key)
+        self.beyond_tokens = 0
         self.releases = 0
 
     @property

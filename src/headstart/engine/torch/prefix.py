@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
@@ -18,6 +18,17 @@ from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
 from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What brings `matched_tokens` into a request's KV, and by which plan. No plan: a miss. A plan and no load: it is computed.
+    `beyond_tokens` more are stored, and of no use because no state stands behind them."""
+
+    load: PrefixLoad | Meeting | None
+    plan: Plan | None
+    matched_tokens: int
+    beyond_tokens: int
 
 
 class PrefixBridge:
@@ -57,9 +68,8 @@ class PrefixBridge:
         salt: str | None,
         ahead_s: float = 0.0,
         mix: bool = False,
-    ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
-        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
-        A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
+    ) -> Started:
+        """Begin to bring the longest stored prefix into `kv`. `mix`: reading all of it has turned out too slow."""
         lease = self._cache.match(tokens, salt=salt)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
@@ -70,7 +80,7 @@ class PrefixBridge:
         finally:
             if not isinstance(under_way, Meeting):  # which reads more later
                 lease.release()
-        return under_way, plan, lease.tokens
+        return Started(under_way, plan, lease.tokens, lease.beyond_tokens)
 
     def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
         """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
