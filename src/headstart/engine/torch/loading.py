@@ -42,6 +42,7 @@ class Loads:
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
             )

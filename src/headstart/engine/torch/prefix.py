@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
@@ -66,11 +67,13 @@ class PrefixBridge:
         kv: HostKV | DeviceKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         ahead_s: float = 0.0,
         mix: bool = False,
     ) -> Started:
-        """Begin to bring the longest stored prefix into `kv`. `mix`: reading all of it has turned out too slow."""
-        lease = self._cache.match(tokens, salt=salt)
+        """Begin to bring the longest stored prefix into `kv`. `identity`: of the blocks, where it is not the model's alone.
+        `mix`: reading all of it has turned out too slow."""
+        lease = self._cache.match(tokens, salt=salt, identity=identity)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
         try:
@@ -87,9 +90,9 @@ class PrefixBridge:
         with self._cache.match(tokens, salt=salt) as lease:
             return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
+    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt) as lease:
+        with self._cache.match(tokens, salt=salt, identity=identity) as lease:
             return lease.tokens
 
     def save(
@@ -98,6 +101,7 @@ class PrefixBridge:
         kv: HostKV | DeviceKV | BranchKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         retention: str,
         tenant: str,
         session: str,
@@ -123,6 +127,7 @@ class PrefixBridge:
                 tokens,
                 host,
                 salt=salt,
+                identity=identity,
                 retention=retention,
                 tenant=tenant,
                 session=session,
