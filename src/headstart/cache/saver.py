@@ -13,10 +13,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from threading import Condition, Thread
 
 import numpy as np
@@ -236,10 +235,11 @@ class Saver:
         written_bytes = 0
         per_piece = self._representation.blocks_per_piece
         end = first + pieces
-        under_way: deque[_Writing] = deque()
+        under_way: list[_Writing] = []
         at_once = max(target.source.writes_at_once for target in targets)
+        free = list(range(at_once + 1))  # slots for images
         try:
-            for number in count():
+            while True:
                 self._take_notes()  # else a long save would evict what was used meanwhile
                 if self._stop:
                     for target in targets:
@@ -248,18 +248,20 @@ class Saver:
                 if first == end or not takers:
                     break
                 limit_bytes = min(target.tier.max_extent_bytes(self._representation) for target in takers)
-                image, taken = self._builder.build(
-                    request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % (at_once + 1)
-                )
-                while len(under_way) >= at_once:
-                    written_bytes += self._end_write(under_way.popleft())
+                slot = free.pop()
+                image, taken = self._builder.build(request, keys, first, end - first, limit_bytes=limit_bytes, slot=slot)
+                if len(under_way) == at_once:  # whichever ends first: a fast device must not wait for a slow one
+                    wait([writing.reasons for writing in under_way], return_when=FIRST_COMPLETED)
+                    ended = under_way.pop(next(i for i, writing in enumerate(under_way) if writing.reasons.done()))
+                    free.append(ended.slot)
+                    written_bytes += self._end_write(ended)
                 takers = [target for target in takers if target.reason is None]
                 position = first * per_piece
                 reasons = _in_thread(partial(self._write, image, takers, request.terms))
-                under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
+                under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, slot, reasons))
                 first += taken
             while under_way:
-                written_bytes += self._end_write(under_way.popleft())
+                written_bytes += self._end_write(under_way.pop(0))
         finally:
             wait([writing.reasons for writing in under_way])  # before anything is built where their images are
         return written_bytes
@@ -332,6 +334,7 @@ class _Writing:
     targets: Sequence[_Target]
     keys: Sequence[BlockKey]
     nbytes: int
+    slot: int
     reasons: Future[list[str]]
 
 

@@ -31,7 +31,10 @@ class Admission:
         *,
         max_running: int,
         patience_s: float,
+        share: bool,
     ) -> None:
+        """`share`: whether requests that begin alike hold that beginning together."""
+        self._share = share
         self._roster = roster
         self._memory = memory
         self._loads = loads
@@ -70,7 +73,7 @@ class Admission:
 
     def _offer(self, sequence: Sequence) -> Offer | None:
         """Return what a running request has of this one's prompt, unless the cache has more."""
-        if self._bridge is None or not sequence.use_cache:
+        if self._bridge is None or not sequence.use_cache or not self._share:
             return None
         offer = best_offer(sequence, self._roster.running)
         if offer is None:

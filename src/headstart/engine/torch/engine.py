@@ -27,6 +27,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
@@ -65,17 +66,18 @@ class TorchEngine:
         load_timeout_s: float = 30.0,
         hedge_after_s: float = 0.25,
         speeds: Speeds | None = None,
+        deterministic: bool = False,
     ) -> None:
         """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
-        `speeds`: what is known of computing and reading already."""
+        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
         self.cache = cache
         self._memory = memory
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = CHUNK_TOKENS if deterministic else chunk_tokens
         self._counters = Counters()
-        self._speeds = speeds or Speeds(self._counters, chunk_tokens=chunk_tokens)
+        self._speeds = speeds or Speeds(self._counters, chunk_tokens=self._chunk_tokens)
         self._roster = roster = Roster()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # under the roster's lock, too
         self._bridge = None
@@ -89,8 +91,8 @@ class TorchEngine:
                 wake=roster.wake.set,
             )
         self._loads = Loads(roster, self._bridge, self._speeds, self._counters)
-        self._endings = Endings(roster, self._loads, self._bridge, self._counters)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters)
+        self._endings = Endings(roster, self._loads, self._bridge, self._counters, piece_tokens=memory.shape.piece_tokens)
+        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, alone=deterministic)
         self._admission = Admission(
             roster,
             memory,
@@ -100,6 +102,7 @@ class TorchEngine:
             self._counters,
             max_running=max_running,
             patience_s=load_timeout_s,
+            share=not deterministic,
         )
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()

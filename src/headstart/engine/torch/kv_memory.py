@@ -5,8 +5,8 @@
 
 Only layers that keep KV are here, under the numbers that they have in the model, and they may differ. Head-major, because a
 decoding step over 7,500 tokens takes half the time that it takes token-major; a chunk of 64 queries does not care. A piece (64
-tokens of a layer) on a medium is strip 0, strip 1, … of those tokens, so it stands for itself whatever the region's length was,
-and `buffers` names its parts where they lie: nothing is copied.
+tokens of a layer, or some more) on a medium is strip 0, strip 1, … of those tokens, so it stands for itself whatever the length
+of the region was, and `buffers` names its parts where they lie: nothing is copied.
 
 On a GPU or MPS the KV lives there (`DeviceKV`) and host regions of the same shape are only passed through; that path is
 exercised on the CPU by the tests, but was never run on such a device.
@@ -70,11 +70,16 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a model: the layers that keep any, in the order in which the model runs them. `state`: of recurrent layers."""
+    """The KV of a model: the layers that keep any, in the order in which the model runs them. `state`: of recurrent layers.
+
+    `piece_tokens`: whole blocks that are checked, read and hit together. `manner`: in what way the numbers were computed, where
+    that matters to who reads them; see `deterministic`."""
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
     state: StateShape | None = None
+    piece_tokens: int = BLOCK_TOKENS
+    manner: str = ""
 
     @classmethod
     def alike(cls, layers: int, *, heads: int, width: int, dtype: torch.dtype) -> Self:
@@ -95,14 +100,14 @@ class KVShape:
 
     def part_bytes(self, place: int) -> int:
         """Bytes of one strip of one piece."""
-        return self.layers[place].width * self.dtype.itemsize * BLOCK_TOKENS
+        return self.layers[place].width * self.dtype.itemsize * self.piece_tokens
 
     def piece_bytes(self, place: int) -> int:
         return self.layers[place].strips * self.part_bytes(place)
 
     def layer_bytes(self, place: int, tokens: int) -> int:
         """Bytes of one layer of a region for `tokens` tokens, whole blocks, up to a multiple of ALIGNMENT."""
-        return -(-self.piece_bytes(place) * tokens // BLOCK_TOKENS // ALIGNMENT) * ALIGNMENT
+        return -(-self.piece_bytes(place) * tokens // self.piece_tokens // ALIGNMENT) * ALIGNMENT
 
     def region_bytes(self, tokens: int) -> int:
         return self.state_offset(_whole_blocks(tokens)) + (0 if self.state is None else self.state.memory_bytes)
@@ -117,12 +122,15 @@ class KVShape:
         if any(layer.latent for layer in self.layers):
             kind = "mla"
         layouts = sorted({layer.layout for layer in self.layers})
+        if self.state is not None:
+            layouts.append(self.state.layout)
         return Representation(
             kind=kind,
-            layout=" + ".join(layouts if self.state is None else [*layouts, self.state.layout]),
+            layout=" + ".join(layouts) + (f", {self.manner}" if self.manner else ""),
             dtype=str(self.dtype).removeprefix("torch."),
             layer_bytes=tuple(self.piece_bytes(place) for place in range(len(self.layers))),
             layer_numbers=tuple(self.numbers),
+            piece_tokens=self.piece_tokens,
             state="none" if self.state is None else "required",
         )
 
@@ -180,17 +188,19 @@ class HostKV(LayerViews):
         super().__init__(shape, planes, memory)
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of 64 tokens of a strip]."""
-        blocks, part, piece = (
-            self.capacity_tokens // BLOCK_TOKENS,
+        """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of a piece of a strip]."""
+        pieces, part, piece = (
+            self.capacity_tokens // self._shape.piece_tokens,
             self._shape.part_bytes(layer),
             self._shape.piece_bytes(layer),
         )
         if any(size != piece for size in sizes):
             raise ValueError(f"pieces of this KV have {piece} bytes, asked for {sorted(set(sizes))}")
-        if first + len(sizes) > blocks:
+        if first + len(sizes) > pieces:
             raise ValueError(f"pieces {first} to {first + len(sizes)} are past the {self.capacity_tokens} tokens of this KV")
-        strips = np.frombuffer(self._view, np.uint8, blocks * piece, self._offsets[layer]).reshape(-1, blocks, part)
+        strip = part // self._shape.piece_tokens * self.capacity_tokens  # which need not be whole pieces
+        planes = np.frombuffer(self._view, np.uint8, piece // part * strip, self._offsets[layer]).reshape(-1, strip)
+        strips = planes[:, : pieces * part].reshape(piece // part, pieces, part)  # splitting an axis copies nothing
         return strips[:, first : first + len(sizes)].transpose(1, 0, 2)
 
     def take(self, host: HostKV, first: int, *, at: int, tokens: int) -> None:

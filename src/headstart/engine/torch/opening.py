@@ -14,6 +14,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
+from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
@@ -34,6 +35,8 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     use_physical_cores()
     keep_freed_memory()
     identity, model = _load_identified(folder, config, on_progress)
+    if config.engine.deterministic:
+        _log.info("deterministic, so slower: one request a pass; the bits hold for %s", make_deterministic(model))
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)
     try:
@@ -64,6 +67,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        deterministic=config.engine.deterministic,
     )
     on_progress("warming up", None)
     engine.warm_up()

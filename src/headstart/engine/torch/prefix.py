@@ -43,8 +43,10 @@ class PrefixBridge:
 
     @property
     def in_parts(self) -> bool:
-        """Whether a part of what is stored is of use: a recurrent state is only there at the end."""
-        return self._cache.representation.state == "none"
+        """Whether reading may stop anywhere for computing: a recurrent state is only there at the end, and pieces of several
+        blocks stand for passes that are not cut (`deterministic`)."""
+        representation = self._cache.representation
+        return representation.state == "none" and representation.piece_tokens == BLOCK_TOKENS
 
     def start_load(
         self,
@@ -113,7 +115,7 @@ class PrefixBridge:
             stretches,
             suffix_tokens=suffix_tokens,
             layers=len(self._memory.shape.layers),
-            piece_tokens=BLOCK_TOKENS,
+            piece_tokens=self._cache.representation.piece_tokens,
             computing=self._speeds.computing,
             reading=self._speeds.reading(),
             ahead_s=ahead_s,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as Several
 
 from headstart.engine.base import TokenEvent
+from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
@@ -31,17 +32,30 @@ class _Abandoned(Exception):
 
 
 class Stepper:
-    """For the engine's thread."""
+    """For the engine's thread. `alone`: each request in a pass of its own, in the chunks of `deterministic`."""
 
-    def __init__(self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters) -> None:
+    def __init__(
+        self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, alone: bool
+    ) -> None:
         self._model = model
         self._roster = roster
         self._loads = loads
         self._endings = endings
         self._counters = counters
+        self._alone = alone
 
     def step(self, work: Several[Work]) -> None:
-        """Compute `work`, or give it up. What fails ends the requests of the step, and nothing else."""
+        """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
+        if not self._alone:
+            self._pass(work)
+            return
+        for one in [item.sequence for item in work]:
+            count = deterministic.next_count(
+                computed=one.computed, prompt_tokens=one.prompt_tokens, known_tokens=len(one.tokens)
+            )
+            self._pass([Work(one, count)])
+
+    def _pass(self, work: Several[Work]) -> None:
         tokens: list[int] = []
         segments, rows, complete = [], [], []
         for item in work:
@@ -73,13 +87,19 @@ class Stepper:
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
                 self._loads.adopt(item.sequence, item.sequence.load.outcome())
-            item.sequence.computed += item.count
+            self._advance(item)
         for sequence, choice in zip(complete, chosen, strict=True):
             if sequence.aborted:
                 continue  # its last event comes before the next step
             self._deliver(sequence, choice)
             if sequence.generated == 1 and not sequence.ended:
                 self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
+
+    def _advance(self, item: Work) -> None:
+        one = item.sequence
+        one.computed = (
+            deterministic.reached(computed=one.computed, count=item.count) if self._alone else one.computed + item.count
+        )
 
     def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
         """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
