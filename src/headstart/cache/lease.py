@@ -88,11 +88,11 @@ class Lease:
             nbytes[stretch.tier] = nbytes.get(stretch.tier, 0) + stretch.nbytes
         return nbytes
 
-    def load(self, into: KVView, first_tokens: int = 0, end_tokens: int | None = None) -> Load:
+    def load(self, into: KVView, first_tokens: int = 0, end_tokens: int | None = None, *, behind: bool = False) -> Load:
         """Start reading what matched from token `first_tokens` up to `end_tokens` (None: all of it) into `into`, which is asked
         for pieces by their number in the prompt. Several loads may be under way, each with its own layers, limit, deadline and
-        callbacks; what one of them says counts from its first token. Those that were started first are read first. In a
-        forked child nothing comes.
+        callbacks; what one of them says counts from its first token. Those that were started first are read first, and
+        those that nobody waits for (`behind`) last. In a forked child nothing comes.
 
         Raises ValueError for a range that cuts a piece, goes beyond the match, or overlaps with an earlier load's, and after
         the release."""
@@ -117,6 +117,7 @@ class Lease:
             timeout_s=self._timeout_s,
             settle=partial(self._settle, runs=runs),
             first_piece=first,
+            behind=behind,
         )
         start_reading(load, [self._span(run) for run in runs], self._prompt.part(first, pieces), into)
         return load
