@@ -210,7 +210,7 @@ def test_heads_are_the_most_recently_used_after_a_save_and_after_a_load(monkeypa
 def test_long_runs_are_cut_evenly_and_below_what_every_tier_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = layout_of(TINY, 10).extent_bytes
     tier = disk()
-    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation, **_: limit, raising=False)
     with cache_of(tier) as cache:
         save(cache, prompt(21 * 64))
         assert sorted(info.blocks for info in tier.scan()) == [7, 7, 7]
@@ -222,7 +222,7 @@ def test_long_runs_are_cut_evenly_and_below_what_every_tier_takes(monkeypatch: p
 def test_runs_of_varying_pieces_are_cut_by_their_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 48 << 10
     tier = disk()
-    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation, **_: limit, raising=False)
     kv = prompt(40 * 128 + 1, representation=OPAQUE)
     with cache_of(tier, representation=OPAQUE) as cache:
         assert save(cache, kv).stored_tokens == 40 * 128

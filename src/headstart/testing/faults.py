@@ -93,8 +93,8 @@ class FaultyTier:
             self.stalled.clear()
             self._resume.set()
 
-    def max_extent_bytes(self, representation: Representation) -> int:
-        return self.inner.max_extent_bytes(representation)
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
+        return self.inner.max_extent_bytes(representation, state_bytes=state_bytes)
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._strike("locate")

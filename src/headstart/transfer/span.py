@@ -28,11 +28,14 @@ from headstart.transfer.buffers import Bytes, Staging, flat, scatter, split, tot
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import Fault, KVView, Load
 from headstart.transfer.plan import Prompt, Request, Span, read_with_head, requests
+from headstart.transfer.state import StateSpan, start_reading_state
 
 
-def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView) -> None:
+def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView, *, state: StateSpan | None = None) -> None:
     """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one. Where
-    there is a C reader, it reads the heads as well."""
+    there is a C reader, it reads the heads as well. `state`: where the state lies that the load brings, first of all."""
+    if state is not None:
+        start_reading_state(load, state, source=len(spans), representation=prompt.representation)
     jobs: dict[IOPool, list[_HeadJob]] = {}
     for source, span in enumerate(spans):
         jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into))
