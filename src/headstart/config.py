@@ -57,6 +57,7 @@ class CacheConfig:
     write_budget: Annotated[
         Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
     ] = "30%"
+    save_every: Annotated[Count, Meta(description="tokens of a long prompt after which what is computed so far is kept")] = 2048
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
     )

@@ -127,16 +127,16 @@ class HeldLease:
 class HeldTicket:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Any], None]] = []
-        self._done = False
+        self.done = False
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        if self._done:
+        if self.done:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def end(self) -> None:
-        self._done = True
+        self.done = True
         for callback in self._callbacks:
             callback(self)
 
@@ -150,6 +150,7 @@ class HeldCache:
         self.loads: list[HeldLoad] = []
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
+        self.terms: list[dict[str, str]] = []  # of each save
         self.tickets: list[HeldTicket] = []
         self.hold_saves = False
         self.condition = Condition()
@@ -162,8 +163,9 @@ class HeldCache:
         self.leases.append(lease)
         return lease
 
-    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None) -> HeldTicket:
+    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None, **terms: str) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
+        self.terms.append(terms)
         self.saves.append(tuple(tokens))
         for pieces in range(1, whole + 1):
             self.stored[tuple(tokens[: pieces * BLOCK_TOKENS])] = [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -152,3 +154,42 @@ def ask(engine: TorchEngine, prompt: Sequence[int], max_tokens: int = 8, *, id: 
 def some_tokens(count: int, seed: int = 1, vocabulary: int = 512) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(vocabulary) for _ in range(count)]
+
+
+class _NoThread:
+    def __init__(self, **_: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@contextmanager
+def stepped(model: TorchModel, **settings: Any) -> Iterator[TorchEngine]:
+    """An engine without a thread of its own: the test says `engine._round()`, which takes in what is new and runs a step."""
+    with patch("headstart.engine.torch.engine.Thread", _NoThread):
+        engine = engine_of(model, **settings)
+    try:
+        yield engine
+    finally:
+        engine._roster.closing = True
+        engine._serve()
+        engine.close()
+
+
+def finish(engine: TorchEngine, *answers: Answer, rounds: int = 5000) -> None:
+    """Run steps until all of them have ended."""
+    for _ in range(rounds):
+        if all(answer.last is not None for answer in answers):
+            return
+        if not engine._round():
+            engine._roster.wake.wait(0.005)  # for a save or load that goes on behind
+            engine._roster.wake.clear()
+    raise AssertionError("requests did not end")
+
+
+def running(engine: TorchEngine) -> list[str]:
+    return [sequence.request.id for sequence in engine._roster.running]

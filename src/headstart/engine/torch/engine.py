@@ -34,10 +34,11 @@ from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.model import Model
+from headstart.engine.torch.preempting import Preemption
 from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Sampler
-from headstart.engine.torch.scheduler import plan_step
 from headstart.engine.torch.sequence import Sequence
 from headstart.engine.torch.stepping import Stepper
 from headstart.errors import RequestError
@@ -67,9 +68,14 @@ class TorchEngine:
         hedge_after_s: float = 0.25,
         speeds: Speeds | None = None,
         deterministic: bool = False,
+        save_every: int = 2048,
+        room_tokens: int = 128,
+        patience_s: float = 30.0,
     ) -> None:
         """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
-        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there."""
+        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there.
+        `save_every`: tokens of a long prompt after which it is saved so far; `room_tokens`: the least room for the answer that
+        a request gets at a time; `patience_s`: how long a request waits before an equal one gives its place to it."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
@@ -90,12 +96,31 @@ class TorchEngine:
                 hedge_after_s=hedge_after_s,
                 wake=roster.wake.set,
             )
-        self._loads = Loads(roster, self._bridge, self._speeds, self._counters)
-        self._endings = Endings(roster, self._loads, self._bridge, self._counters, piece_tokens=memory.shape.piece_tokens)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, alone=deterministic)
+        rooms = Rooms(memory, self._counters, least_tokens=room_tokens, patience_s=load_timeout_s)
+        self._loads = Loads(roster, rooms, self._bridge, self._speeds, self._counters)
+        self._endings = Endings(
+            roster,
+            rooms,
+            self._loads,
+            self._bridge,
+            self._counters,
+            piece_tokens=memory.shape.piece_tokens,
+            save_every=save_every,
+        )
+        self._stepper = Stepper(
+            model,
+            roster,
+            self._loads,
+            self._endings,
+            self._counters,
+            chunk_tokens=self._chunk_tokens,
+            alone=deterministic,
+        )
+        self._preemption = Preemption(roster, rooms, self._loads, self._endings, self._counters, patience_s=patience_s)
         self._admission = Admission(
             roster,
-            memory,
+            rooms,
+            self._preemption,
             self._loads,
             self._endings,
             self._bridge,
@@ -131,8 +156,7 @@ class TorchEngine:
             self._refuse_if_over()
             if request.id in self._roster.known:
                 raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
-            self._roster.known[request.id] = sequence
-            self._roster.mail.append(sequence)
+            self._roster.post(sequence)
         self._roster.wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -248,8 +272,9 @@ class TorchEngine:
         """Take in what is new and run a step; return whether there was one."""
         self._take_mail()
         self._loads.settle()
+        self._preemption.make_room()
         self._admission.admit()
-        work = plan_step(self._roster.running, chunk_tokens=self._chunk_tokens)
+        work = self._stepper.plan()
         if work:
             self._stepper.step(work)
         return bool(work)
@@ -259,8 +284,10 @@ class TorchEngine:
         return self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS)
 
     def _idle_s(self) -> float:
+        ends = [one.load.deadline_s for one in self._roster.running if one.load is not None]
+        ends += [one.deadline_s for one in self._roster.all() if one.deadline_s is not None]
         now = time.monotonic()
-        return max(0.0, min([_IDLE_S, *(one.load.deadline_s - now for one in self._roster.running if one.load is not None)]))
+        return max(0.0, min([_IDLE_S, *(end - now for end in ends)]))
 
     def _take_mail(self) -> None:
         with self._roster.lock:

@@ -163,6 +163,14 @@ class LayerViews:
         """Return [capacity, width] of a layer with latent attention."""
         return self._latent[layer]
 
+    def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
+        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning here, and the state."""
+        for here, there in zip(self._planes, of._planes, strict=True):
+            here[:, :tokens].copy_(there[:, first : first + tokens])
+        if self.state is not None and of.state is not None:
+            self.state.take(of.state.copied(), of.state.tokens)
+        self.stock = of.stock
+
     def _forget(self) -> None:
         self._planes, self._latent, self._both, self.state, self.stock = [], {}, {}, None, None
 
@@ -242,8 +250,7 @@ class DeviceKV(LayerViews):
             here[:, at : at + tokens].copy_(there[:, first : first + tokens])
 
     def copy_to(self, host: HostKV, tokens: int) -> None:
-        for there, here in zip(host._planes, self._planes, strict=True):
-            there[:, :tokens].copy_(here[:, :tokens])
+        host.begin_with(self, tokens=tokens)
 
     def retain(self) -> None:
         self._memory._count(self, +1)

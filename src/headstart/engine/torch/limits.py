@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headstart.block.layout import encode_retention
 from headstart.engine.base import EngineInfo, GenerationRequest, Sampling
 from headstart.errors import ContextLengthExceeded, RequestError
 
@@ -29,6 +30,12 @@ def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
         raise RequestError(f"min_tokens is {request.min_tokens}; use 0 or more", param="min_tokens")
     if request.logprobs is not None and not 0 <= request.logprobs <= LOGPROBS_MOST:
         raise RequestError(f"logprobs is {request.logprobs}; at most {LOGPROBS_MOST} tokens are told", param="logprobs")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise RequestError(f"deadline_s is {request.deadline_s}; use more than 0 seconds", param="deadline_s")
+    try:
+        encode_retention(request.retention)
+    except ValueError as error:
+        raise RequestError(f"{error}; use one of those in cache.retention", param="retention") from error
     refuse_wrong(request.sampling, info)
 
 

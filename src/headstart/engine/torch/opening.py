@@ -67,6 +67,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
         deterministic=config.engine.deterministic,
     )
     on_progress("warming up", None)

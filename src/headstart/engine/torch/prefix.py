@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
 from headstart.engine.torch.meeting import Meeting
@@ -81,17 +81,27 @@ class PrefixBridge:
         with self._cache.match(tokens, salt=salt) as lease:
             return lease.tokens
 
-    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
-        """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
+    def save(
+        self,
+        tokens: Sequence[int],
+        kv: HostKV | DeviceKV | BranchKV,
+        *,
+        salt: str | None,
+        retention: str,
+        tenant: str,
+        session: str,
+    ) -> Ticket | None:
+        """Give the KV of `tokens` to the cache, written behind, and return its ticket. `kv` may be released at once. None: on a
+        device, where no host memory is free to pass it through."""
         host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
         if host is None:
-            return
+            return None
         if isinstance(kv, BranchKV):
             kv.retain()
         try:
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt)
+            ticket = self._cache.save(tokens, host, salt=salt, retention=retention, tenant=tenant, session=session)
         except BaseException:
             host.release()
             raise
@@ -101,6 +111,7 @@ class PrefixBridge:
             self._wake()
 
         ticket.add_done_callback(let_go)
+        return ticket
 
     def _passage(self, kv: HostKV | DeviceKV, tokens: int) -> HostKV | None:
         """Return host memory for a load or save of `kv`, with a reference: its own where it is in host memory."""
