@@ -152,6 +152,7 @@ class HeldCache:
         self.saves: list[tuple[int, ...]] = []
         self.terms: list[dict[str, str]] = []  # of each save
         self.tickets: list[HeldTicket] = []
+        self.promoted: list[tuple[int, ...]] = []
         self.hold_saves = False
         self.condition = Condition()
         self.closed = 0
@@ -179,6 +180,10 @@ class HeldCache:
         else:
             ticket.end()
         return ticket
+
+    def promote(self, tokens: Sequence[int], *, most_bytes: int, salt: str | None = None) -> bool:
+        self.promoted.append(tuple(tokens))
+        return True
 
     def next_load(self, number: int = 0) -> HeldLoad:
         with self.condition:

@@ -55,6 +55,7 @@ class Sequence:
     saved: int = 0  # tokens given to the cache so far
     saving: Ticket | None = None  # the latest save
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
+    looked_ahead: bool = False  # while it waited, its stored prefix was seen to; it may hold KV for that
     _shared: ReferenceType[Prefix] | None = None
 
     admitted_s: float | None = None
@@ -109,7 +110,7 @@ class Sequence:
 
     @property
     def standing(self) -> Standing:
-        since_s = self.waiting_s if self.kv is None else self.running_s
+        since_s = max(self.waiting_s, self.running_s)
         return Standing(self.number, self.request.priority, self.preemptions, since_s)
 
     @property
