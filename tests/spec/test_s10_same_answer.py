@@ -26,7 +26,7 @@ from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.tier.disk import DiskTier
-from model_fixtures import smollm2_folder, tiny_model_folder  # noqa: F401
+from model_fixtures import LATENT_KINDS, smollm2_folder, tiny_model_folder  # noqa: F401
 
 Prompt = tuple[int, ...]
 TOKENS = 32
@@ -123,7 +123,8 @@ def prompts_with_shared_prefixes(count: int, *, vocabulary: int, lengths: Sequen
     return prompts
 
 
-def check_all_ways(runs: Runs, *, lying: bool) -> None:
+def check_all_ways(runs: Runs, *, lying: bool, every: int = 3) -> None:
+    """`every`: which of the reads from disk fail, or lie."""
     with runs.engine(enabled=False) as engine:
         off = Answers(engine, runs.prompts)
         assert sum(off.cached("memory")) == sum(off.cached("disk")) == 0
@@ -141,28 +142,50 @@ def check_all_ways(runs: Runs, *, lying: bool) -> None:
         assert [memory + disk for memory, disk in both] == runs.whole
         assert sum(restarted.cached("disk")) > 0
         runs.assert_same(engine, restarted, off)
-    with runs.failing(Fault("read", "eio", every=3)) as (engine, tier):
+    with runs.failing(Fault("read", "eio", every=every)) as (engine, tier):
         failing = Answers(engine, runs.prompts)
-        assert tier.injected["read", "eio"] > len(runs.prompts) // 10
+        assert tier.injected["read", "eio"] > len(runs.prompts) // (3 * every)
         assert 0 < sum(failing.cached("disk")) < sum(runs.whole)
         runs.assert_same(engine, failing, off)
     if lying:
-        with runs.failing(Fault("read", "flip", every=3)) as (engine, tier):
+        with runs.failing(Fault("read", "flip", every=every)) as (engine, tier):
             misled = Answers(engine, runs.prompts)
             assert tier.injected["read", "flip"] > 0
             runs.assert_same(engine, misled, off)
 
 
-def test_the_tiny_model_gives_the_same_tokens_in_every_way(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_tiny_model_gives_the_same_tokens_in_every_way(
+    tiny_model_folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    one_thread: None,
+) -> None:
     prompts = prompts_with_shared_prefixes(
         200, vocabulary=500, longest=450, lengths=[1, 2, 63, 64, 65, 66, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 385]
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4), lying=True)
-    finally:
-        torch.set_num_threads(threads)
+    check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4), lying=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek-v2, YaRN, experts behind a dense layer", "deepseek-v3, queries of low rank, YaRN, grouped experts"]
+)
+def test_latent_attention_gives_the_same_tokens_in_every_way(
+    tiny_model_folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+    one_thread: None,
+) -> None:
+    prompts = prompts_with_shared_prefixes(16, vocabulary=500, longest=330, lengths=[63, 64, 65, 128, 129, 257, 320])
+    name, changes = LATENT_KINDS[kind]
+    folder = tiny_model_folder(name, **changes)
+    check_all_ways(Runs(folder, tmp_path, prompts, running=8, tolerance=1e-4), lying=True, every=7)
 
 
 @pytest.mark.real_model

@@ -1,8 +1,9 @@
 """Writing behind: a bounded queue of saves and the one thread that works it off. The engine never waits for a medium.
 
 For each prompt the thread asks every tier which pieces it lacks, copies runs of those from the engine's memory into extents,
-seals them, and writes each to all tiers that lack it. From head to tail, so that what a full tier drops is a tail, and under
-leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches the memory tier the same way.
+seals them, and has each written to all tiers that lack it while it builds the next. From head to tail, so that what a full tier
+drops is a tail, and under leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches memory
+the same way.
 
 What else is written for the cache's sake is written here as well: that extents were used, and that corrupt ones are deleted.
 """

@@ -19,6 +19,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
+from model_fixtures import LATENT_KINDS
 
 _numbers = itertools.count()
 
@@ -51,6 +52,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", _EXPERTS),
     "phi, RoPE on a part": ("phi", {"partial_rotary_factor": 0.5}),
     "olmo2, norms behind": ("olmo2", {}),
+    "mimo-v2-flash, values narrower than keys, layers with more heads": (
+        "mimo_v2_flash",
+        {"v_head_dim": 8, "sliding_window": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4, wider heads in some layers": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+    ),
+    **LATENT_KINDS,
 }
 
 

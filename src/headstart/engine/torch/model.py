@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, packing, recurrent
+from headstart.engine.torch import attention, mla, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.facts import ModelFacts
 from headstart.engine.torch.hardware import choose_device, choose_dtype
@@ -50,27 +50,35 @@ class TorchModel:
         self.device, self.dtype, self.layers = facts.device, facts.dtype, facts.layers
         self.heads: int = getattr(text, "num_attention_heads", None) or 1
         self.mixers: recurrent.Mixers | None = None
-        if recurrent.is_recurrent(self.config):
-            self.shape = self._found()
-        else:
-            self.shape = KVShape.alike(
-                text.num_hidden_layers,
-                heads=getattr(text, "num_key_value_heads", None) or self.heads,
-                width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
-                dtype=self.dtype,
-            )
+        latents = mla.attach(module)
+        self.shape = self._found(latents) if recurrent.is_recurrent(self.config) else self._told()
 
-    def _found(self) -> KVShape:
+    @torch.inference_mode()
+    def _told(self) -> KVShape:
+        """Return what the layers keep, as they tell in a run of two tokens."""
+        self.config._attn_implementation = attention.NAME
+        step = Step([], found=[])
+        self.module(
+            torch.tensor([[0, 0]], device=self.device),
+            position_ids=torch.tensor([[0, 1]], device=self.device),
+            use_cache=False,
+            headstart=step,
+        )
+        if not step.found:
+            raise ModelError("none of its layers calls our attention")
+        return KVShape(tuple(step.found), self.dtype)
+
+    def _found(self, latents: frozenset[int]) -> KVShape:
         """Take over the recurrent layers; return what the model keeps, as it showed itself in a short run."""
         self.config._attn_implementation = "eager"
         with torch.inference_mode():
             found = recurrent.find(self.module, _probe_tokens(self.vocabulary))
         recurrent.follow_layer_numbers(self.module)
         self.mixers = recurrent.Mixers(found.mixers, found.state)
-        layers = [
-            LayerKV(number, 2 * heads, key) if key == value else LayerKV(number, heads, key + value, key_width=key)
-            for number, heads, key, value in found.kv
-        ]
+        layers = []
+        for number, heads, key, value in found.kv:
+            latent = number in latents  # its cache keeps it in two
+            layers.append(LayerKV.of(number, heads, key + value if latent else key, value, latent=latent))
         return KVShape(tuple(layers) or (_NOTHING,), self.dtype, found.state)
 
     @torch.inference_mode()

@@ -69,9 +69,6 @@ class Beyond:
     def values(self, layer: int) -> Tensor:
         return self.kv.values(layer)[:, self.tokens :]
 
-    def latent(self, layer: int) -> Tensor:
-        return self.kv.latent(layer)[self.tokens :]
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
