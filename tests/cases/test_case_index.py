@@ -31,6 +31,7 @@ FILES = {
     "hanging": "cache/test_hanging_tiers.py",
     "opening": "cache/test_open_cache.py",
     "saves": "cache/test_saves.py",
+    "states": "cache/test_states.py",
     "prefix": "engine/torch/test_prefix.py",
     "engine": "engine/torch/test_engine.py",
     "meeting": "engine/torch/test_meeting.py",
@@ -236,6 +237,9 @@ C083  What is published is not replaced by who comes later.
 C106  What a request that gave way gets back is no hit: cached tokens are never more than those of the prompt.
       scheduling · test_the_younger_gives_its_memory_and_goes_on_from_the_cache
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
+C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
+      states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
+      s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
 C117  A prompt that is wholly stored leaves one token to compute.
       s02 · test_at_least_one_token_is_left_to_compute
 C119  Reading extends no promise and no ceiling.
@@ -274,7 +278,7 @@ ELSEWHERE = {
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
     "usage and prices": ("C098", "C099", "C100", "C105"),
-    "state that cannot be cut": ("C114", "C116"),
+    "state that cannot be cut": ("C116",),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
 

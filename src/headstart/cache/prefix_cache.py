@@ -157,10 +157,12 @@ class PrefixCache:
         session: str = "",
         states: Mapping[int, Buffer] | None = None,
         contents: Sequence[Content] = (),
+        own_tokens: int = 0,
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`). `tenant`: whose quota it counts towards; `session`: the conversation it
-        belongs to, by any name (`Terms`); `contents` as in `match`.
+        belongs to, by any name (`Terms`); `contents` as in `match`. `own_tokens`: so many of `tokens` were given by earlier
+        saves of the same request, and that they were seen then says nothing about whether they will be used again.
 
         `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
@@ -190,6 +192,7 @@ class PrefixCache:
                     salt=salt,
                     shared_tokens=shared_tokens,
                     terms=Terms(retention, tenant, session),
+                    own_tokens=own_tokens,
                     states=by_piece,
                     contents=tuple(contents),
                 )

@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more.
+    `own_tokens`: how many of them earlier saves of the same request had.
     `states`: by how many pieces they stand behind, in that order; one stands behind all, or there are none."""
 
     tokens: npt.NDArray[np.uint32]
@@ -54,6 +55,7 @@ class SaveRequest:
     salt: str | bytes | None
     shared_tokens: int
     terms: Terms
+    own_tokens: int = 0
     states: Mapping[int, memoryview] = field(default_factory=dict)
     contents: Sequence[Content] = ()
 
@@ -234,6 +236,7 @@ class Saver:
             present,
             piece_bytes=piece_bytes,
             session=request.terms.session,
+            own=request.own_tokens // representation.piece_tokens,
         )
         if request.states and limit < len(present):  # what has no state behind it is of no use
             limit = max((pieces for pieces in request.states if pieces <= limit), default=0)

@@ -305,6 +305,7 @@ def test_a_long_prompt_is_saved_on_its_way_with_its_terms(model: TorchModel) -> 
         finish(engine, answer)
     assert [len(tokens) for tokens in cache.saves] == [128, 256, 330, 399]
     assert cache.terms == [terms] * 4
+    assert cache.own_tokens == [0, 128, 256, 320]
 
 
 def test_a_save_that_is_under_way_is_not_joined_by_another_before_the_prompt_ends(model: TorchModel) -> None:

@@ -54,10 +54,11 @@ class Endings:
 
     def save(self, sequence: Sequence) -> None:
         """Give what is computed to the cache, if it is more whole pieces than were given before."""
-        whole = sequence.computed // self._piece_tokens * self._piece_tokens
+        whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
-        sequence.saved = whole
+        own_tokens, sequence.saved = sequence.saved, whole
+        states = {one: sequence.boundaries.pop(one) for one in sorted(sequence.boundaries) if one <= whole}
         try:
             asked = sequence.request
             sequence.saving = self._bridge.save(
@@ -67,6 +68,8 @@ class Endings:
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                own_tokens=own_tokens,
+                states=states,
             )
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")

@@ -27,6 +27,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor, warm_up
@@ -111,6 +112,7 @@ class TorchEngine:
             model,
             roster,
             self._loads,
+            Boundaries(memory, self._counters, every=save_every),
             self._endings,
             self._counters,
             chunk_tokens=self._chunk_tokens,

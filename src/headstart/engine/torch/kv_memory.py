@@ -168,7 +168,7 @@ class LayerViews:
         for here, there in zip(self._planes, of._planes, strict=True):
             here[:, :tokens].copy_(there[:, first : first + tokens])
         if self.state is not None and of.state is not None:
-            self.state.take(of.state.copied(), of.state.tokens)
+            self.state.take(of.state.bytes, of.state.tokens)
         self.stock = of.stock
 
     def _forget(self) -> None:
@@ -259,6 +259,21 @@ class DeviceKV(LayerViews):
         self._memory._count(self, -1)
 
 
+class StateCopy:
+    """A copy of a request's recurrent state in host memory, with one reference."""
+
+    def __init__(self, region: Region, state: RecurrentState) -> None:
+        self._region = region
+        self.data = region.view.cast("B")[: state.shape.nbytes]
+        torch.frombuffer(self.data, dtype=torch.uint8).copy_(state.bytes)
+
+    def retain(self) -> None:
+        self._region.retain()
+
+    def release(self) -> None:
+        self._region.release()
+
+
 class ScratchKV(LayerViews):
     """KV outside the engine's memory, for probes and reference runs."""
 
@@ -327,6 +342,11 @@ class KVMemory:
             return None
         self._most_used = max(self._most_used, self._arena.used_bytes)
         return HostKV(region, self.shape, _whole_blocks(tokens))
+
+    def copy_state(self, state: RecurrentState) -> StateCopy | None:
+        """Return a copy of a request's state, or None where there is no memory for one now."""
+        region = self._arena.allocate(state.shape.nbytes)
+        return None if region is None else StateCopy(region, state)
 
     def allocate_spare(self, tokens: int) -> HostKV | None:
         """Return KV in a mapping of its own, beyond the capacity, for when reads that never end hold all of it. One at a time,

@@ -150,8 +150,6 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
         return None, "off by configuration"
     if isinstance(model, StockModel):
         return None, f"off for this model, because {model.why.replace('; ', ', ')}"
-    if model.mixers is not None:
-        return None, "off for this model, because the state of its recurrent layers is not stored yet"
     wrong: list[str] = []
     settings = config.cache
     capacity, told = _disk_capacity(settings)

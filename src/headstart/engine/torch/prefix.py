@@ -6,13 +6,14 @@ request in the middle of a load therefore frees its memory with the last byte th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
@@ -96,24 +97,38 @@ class PrefixBridge:
         retention: str,
         tenant: str,
         session: str,
+        own_tokens: int,
+        states: Mapping[int, StateCopy] | None = None,
     ) -> Ticket | None:
-        """Give the KV of `tokens` to the cache, written behind, and return its ticket. `kv` may be released at once. None: on a
-        device, where no host memory is free to pass it through."""
-        host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
-        if host is None:
-            return None
-        if isinstance(kv, BranchKV):
-            kv.retain()
-        try:
+        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind, and return the
+        ticket. `own_tokens`: as many of them as this request gave before. `kv` may be released at once; of `states` this takes
+        over the references. None: on a device, where no host memory is free to pass it through."""
+        with ExitStack() as stack:
+            for copy in (states or {}).values():
+                stack.callback(copy.release)
+            host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
+            if host is None:
+                return None
+            if isinstance(kv, BranchKV):
+                kv.retain()
+            stack.callback(host.release)
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt, retention=retention, tenant=tenant, session=session)
-        except BaseException:
-            host.release()
-            raise
+            buffers = {n: copy.data for n, copy in states.items()} if states else None
+            ticket = self._cache.save(
+                tokens,
+                host,
+                salt=salt,
+                retention=retention,
+                tenant=tenant,
+                session=session,
+                states=buffers,
+                own_tokens=own_tokens,
+            )
+            held = stack.pop_all()
 
         def let_go(*_: object) -> None:
-            host.release()
+            held.close()
             self._wake()
 
         ticket.add_done_callback(let_go)

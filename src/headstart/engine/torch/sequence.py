@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.ticket import Ticket
 from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
 from headstart.engine.torch.attention import Prefix, Segment
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.sampler import Sampler
@@ -56,6 +57,9 @@ class Sequence:
     saving: Ticket | None = None  # the latest save
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
     looked_ahead: bool = False  # while it waited, its stored prefix was seen to; it may hold KV for that
+    boundary: int | None = None  # behind how many tokens its next pass must end, because the state there is kept
+    boundaries: dict[int, StateCopy] = field(default_factory=dict)  # states not saved yet, by the tokens before them
+    diverges: int | None = None  # behind how many tokens the cache has blocks and no state
     _shared: ReferenceType[Prefix] | None = None
 
     admitted_s: float | None = None
@@ -98,6 +102,13 @@ class Sequence:
         if self.load is None:
             return self.pending
         return self.load.room(self.computed) if isinstance(self.load, Meeting) else 0
+
+    @property
+    def savable(self) -> int:
+        """Tokens, in whole blocks, of use to the cache: with recurrent layers, those that a state stands behind."""
+        if self.kv is not None and self.kv.state is not None:
+            return max((one for one in self.boundaries if one <= self.computed), default=0)
+        return self.computed // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def decoding(self) -> bool:
@@ -154,6 +165,9 @@ class Sequence:
         kv, self.kv = self.kv, None
         if kv is not None:
             kv.release()
+        for copy in self.boundaries.values():
+            copy.release()
+        self.boundaries = {}
 
     def receipt(self, now: float) -> Receipt:
         admitted = now if self.admitted_s is None else self.admitted_s

@@ -32,6 +32,7 @@ class BranchKV:
 
     def __init__(self, trunk: HostKV, prefix: Prefix, own: HostKV) -> None:
         trunk.retain()
+        self.state = None  # what has one is not shared
         self.trunk = trunk
         self.prefix = prefix
         self.own = own
@@ -100,6 +101,8 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     for one in running:
         if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):
             continue
+        if one.kv.state is not None:
+            continue  # who joins would need the state at that place, which is gone
         tokens = _common(sequence, one)
         if isinstance(one.kv, BranchKV):
             tokens = min(tokens, one.kv.prefix.tokens)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
 
 from headstart.engine.base import TokenEvent
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
@@ -41,6 +44,7 @@ class Stepper:
         model: Model,
         roster: Roster,
         loads: Loads,
+        boundaries: Boundaries,
         endings: Endings,
         counters: Counters,
         *,
@@ -52,18 +56,20 @@ class Stepper:
         self._pace = Pace()
         self._roster = roster
         self._loads = loads
+        self._boundaries = boundaries
         self._endings = endings
         self._counters = counters
         self._alone = alone
 
     def plan(self) -> list[Work]:
         """Return what the next step computes; see `scheduler`."""
-        return plan_step(
+        work = plan_step(
             self._roster.running,
             shares=self._roster.shares,
             chunk_tokens=self._chunk_tokens,
             beside_tokens=self._pace.beside_tokens(least=min(_LEAST_BESIDE, self._chunk_tokens), most=self._chunk_tokens),
         )
+        return self._boundaries.cut(work)
 
     def step(self, work: Several[Work]) -> None:
         """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
@@ -91,6 +97,7 @@ class Stepper:
         prompt_tokens = sum(item.count for item in work if not item.sequence.decoding)
         started = time.monotonic()
         try:
+            self._take_states(work)
             logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
         except _Abandoned:
@@ -131,6 +138,7 @@ class Stepper:
             self._counters.add("recomputed_tokens", again)
         generated = 1 if end == len(sequence.tokens) else 0
         self._roster.shares.charge(sequence.request.tenant, computed=item.count - again, generated=generated)
+        self._boundaries.passed(sequence)
         return before
 
     def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
@@ -150,17 +158,30 @@ class Stepper:
         if self._roster.closing or len(over) == len(work) or any(not item.sequence.decoding for item in over):
             raise _Abandoned
         for item in work:
-            load = item.sequence.load
-            while isinstance(load, PrefixLoad):
-                try:
-                    load.wait(layer, _PATIENCE_S)
-                    break
-                except LoadFailed as error:
-                    if not error.facts.get("timed_out"):
-                        load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
-                        raise _Abandoned from error
-                    if load.overdue or load.slow or self._roster.closing or self._roster.mail:
-                        raise _Abandoned from error
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence, partial(item.sequence.load.wait, layer))
+
+    def _take_states(self, work: Several[Work]) -> None:
+        """Wait until recurrent layers of those whose prefix is loaded stand behind it."""
+        for item in work:
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence, item.sequence.load.take_state)
+            self._boundaries.entered(item.sequence)
+
+    def _wait(self, sequence: Sequence, what: Callable[[float], None]) -> None:
+        """Wait for something of a request's load, or give the step up."""
+        load = sequence.load
+        assert isinstance(load, PrefixLoad)
+        while True:
+            try:
+                what(_PATIENCE_S)
+                return
+            except LoadFailed as error:
+                if not error.facts.get("timed_out"):
+                    load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
+                    raise _Abandoned from error
+                if load.overdue or load.slow or sequence.over or self._roster.closing or self._roster.mail:
+                    raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
         if isinstance(choice, str):
