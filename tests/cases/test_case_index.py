@@ -34,6 +34,7 @@ FILES = {
     "states": "cache/test_states.py",
     "prefix": "engine/torch/test_prefix.py",
     "engine": "engine/torch/test_engine.py",
+    "adapters": "engine/torch/test_lora.py",
     "meeting": "engine/torch/test_meeting.py",
     "scheduling": "engine/torch/test_scheduling.py",
     "many": "engine/torch/test_many_requests.py",
@@ -66,8 +67,10 @@ CASES = """
 C001  Adapters are part of what a block is called, on every path.
       s06 · test_adapters_are_told_apart_by_content_and_order
       s06 · test_another_identity_never_hits
+      adapters · test_requests_that_begin_alike_share_no_kv_across_adapters
 C002  An adapter is its content, not its name.
       s06 · test_adapters_are_told_apart_by_content_and_order
+      adapters · test_an_adapter_s_blocks_are_its_own_whatever_its_name
 C003  No key depends on the order in which something was loaded into this process.
       keys · test_keys_are_the_same_in_every_process
       s06 · test_keys_are_the_same_in_every_process

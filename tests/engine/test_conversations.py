@@ -13,13 +13,13 @@ class Asked:
         self.answer = answer
         self.prefixes: list[tuple[list[int], str | None]] = []
 
-    def __call__(self, tokens: Sequence[int], salt: str | None) -> bool:
+    def __call__(self, tokens: Sequence[int], salt: str | None, identity: object) -> bool:
         self.prefixes.append((list(tokens), salt))
         return self.answer
 
 
 def go_on(them: Conversations, session: str, *tokens: int, at: float, salt: str | None = None) -> None:
-    them.went_on(tenant="t", session=session, tokens=tokens, salt=salt, started_s=at, ended_s=at)
+    them.went_on(tenant="t", session=session, tokens=tokens, salt=salt, identity=None, started_s=at, ended_s=at)
 
 
 def test_a_conversation_that_is_due_is_brought_once_with_all_that_was_said() -> None:

@@ -201,7 +201,12 @@ class PrefixCache:
         return ticket
 
     def promote(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, most_bytes: int, salt: str | bytes | None = None
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        most_bytes: int,
+        salt: str | bytes | None = None,
+        identity: Identity | None = None,
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
         others wait for, up to `most_bytes`, and no more than a quarter of that tier. False: another is on its way, there is
@@ -212,9 +217,9 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            return self.save(prompt[:count], source, salt=salt)
+            return self.save(prompt[:count], source, salt=salt, identity=identity)
 
-        return self._promoter.start(self.match(prompt, salt=salt), save, most_bytes=min(most_bytes, room))
+        return self._promoter.start(self.match(prompt, salt=salt, identity=identity), save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""

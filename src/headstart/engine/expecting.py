@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headstart.block.identity import Identity
 from headstart.policy.expecting import Pace, expected
 
 _MOST_SESSIONS = 256
@@ -18,19 +19,28 @@ class _Session:
     pace: Pace
     tokens: array[int]
     salt: str | None
+    identity: Identity | None
     looked_for: bool = False  # since its last request
 
 
 class Conversations:
-    """`promote(tokens, salt)` brings a prefix to memory and returns whether it did; False: not now, or it is there."""
+    """`promote(tokens, salt, identity)` brings a prefix to memory and says whether it will; False: not now, or it is there."""
 
-    def __init__(self, promote: Callable[[Sequence[int], str | None], bool]) -> None:
+    def __init__(self, promote: Callable[[Sequence[int], str | None, Identity | None], bool]) -> None:
         self._promote = promote
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         self._tokens = 0
 
     def went_on(
-        self, *, tenant: str, session: str, tokens: Sequence[int], salt: str | None, started_s: float, ended_s: float
+        self,
+        *,
+        tenant: str,
+        session: str,
+        tokens: Sequence[int],
+        salt: str | None,
+        identity: Identity | None,
+        started_s: float,
+        ended_s: float,
     ) -> None:
         """Note that a conversation's request has ended, with all that is in it now."""
         before = self._sessions.pop((tenant, session), None)
@@ -38,7 +48,7 @@ class Conversations:
         if before is not None:
             self._tokens -= len(before.tokens)
             pace = before.pace.after(started_s=started_s, ended_s=ended_s)
-        self._sessions[tenant, session] = _Session(pace, array("I", tokens), salt)
+        self._sessions[tenant, session] = _Session(pace, array("I", tokens), salt, identity)
         self._tokens += len(tokens)
         while len(self._sessions) > _MOST_SESSIONS or (self._tokens > _MOST_TOKENS and len(self._sessions) > 1):
             self._tokens -= len(self._sessions.popitem(last=False)[1].tokens)
@@ -49,6 +59,6 @@ class Conversations:
         waiting = [one for one in self._sessions.values() if not one.looked_for]
         for i in expected([one.pace for one in waiting], now_s=now_s):
             waiting[i].looked_for = True
-            if self._promote(waiting[i].tokens, waiting[i].salt):
+            if self._promote(waiting[i].tokens, waiting[i].salt, waiting[i].identity):
                 return True
         return False

@@ -135,7 +135,7 @@ class Admission:
                 continue
             sequence.kv = self._rooms.first(sequence, None)
             if sequence.kv is None:
-                self._loads.promote(sequence.tokens, sequence.request.salt)
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
                 continue
             self._loads.start(sequence)
             if sequence.load is None:  # it is to be computed
@@ -146,7 +146,9 @@ class Admission:
         assert self._bridge is not None
         if sequence.stored is None:
             try:
-                sequence.stored = self._bridge.stored_tokens(sequence.tokens, salt=sequence.request.salt)
+                sequence.stored = self._bridge.stored_tokens(
+                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
         return sequence.stored

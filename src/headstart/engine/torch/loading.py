@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence as Several
 
+from headstart.block.identity import Identity
 from headstart.engine.base import LoadDecision
 from headstart.engine.expecting import Conversations
 from headstart.engine.speeds import Speeds
@@ -39,12 +40,13 @@ class Loads:
         if self._bridge is None or not sequence.use_cache or not sequence.reload:
             return
         assert isinstance(sequence.kv, HostKV | DeviceKV)
-        started = time.monotonic()
+        begun = time.monotonic()
         try:
-            sequence.load, plan, matched = self._bridge.start_load(
+            started = self._bridge.start_load(
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
             )
@@ -53,10 +55,13 @@ class Loads:
             _log.exception("matching request %s failed; it is computed", sequence.request.id)
             return
         finally:
-            sequence.match_s = time.monotonic() - started
-        if plan is None:
+            sequence.match_s = time.monotonic() - begun
+        sequence.load = started.load
+        if started.beyond_tokens:
+            sequence.diverges = started.matched_tokens + started.beyond_tokens
+        if started.plan is None:
             return
-        self._tell(sequence, plan, matched)
+        self._tell(sequence, started.plan, started.matched_tokens)
         if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
 
@@ -69,6 +74,7 @@ class Loads:
                 session=asked.session,
                 tokens=sequence.tokens,
                 salt=asked.salt,
+                identity=sequence.identity,
                 started_s=sequence.submitted_s,
                 ended_s=time.monotonic(),
             )
@@ -78,10 +84,10 @@ class Loads:
         if self._conversations is not None:
             self._conversations.look_ahead(time.monotonic())
 
-    def promote(self, tokens: Several[int], salt: str | None) -> bool:
+    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
         """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
         try:
-            return self._bridge is not None and self._bridge.promote(tokens, salt=salt)
+            return self._bridge is not None and self._bridge.promote(tokens, salt=salt, identity=identity)
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._counters.add("match_faults")
             _log.exception("bringing a prefix to memory failed")

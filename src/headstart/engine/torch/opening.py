@@ -11,13 +11,14 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.open import capacities_of, open_cache
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import CacheConfig, Config, parse_size
+from headstart.config import CacheConfig, Config, parse_adapters, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.lora import Adapters, read_adapter
 from headstart.engine.torch.model import Model, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
@@ -35,6 +36,9 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     use_physical_cores()
     keep_freed_memory()
     identity, model = _load_identified(folder, config, on_progress)
+    adapters = parse_adapters(config.engine.adapters)
+    if adapters:
+        _add_adapters(model, adapters)
     if config.engine.deterministic:
         _log.info("deterministic, so slower: one request a pass; the bits hold for %s", make_deterministic(model))
     on_progress("preparing memory", None)
@@ -62,6 +66,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
             layers=model.layers,
             kv_bytes_per_token=model.shape.token_bytes,
             cache=said,
+            adapters=tuple(adapters),
         ),
         cache=cache,
         max_running=config.engine.max_running,
@@ -74,6 +79,14 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     engine.warm_up()
     on_progress("ready", 1.0)
     return engine
+
+
+def _add_adapters(model: Model, folders: dict[str, Path]) -> None:
+    if isinstance(model, StockModel) or model.mixers is not None or any(layer.latent for layer in model.shape.layers):
+        raise ModelError(f"adapters are not served with {model.name}, which is not plain attention; leave engine.adapters out")
+    if model.name in folders:
+        raise ConfigError(f"engine.adapters: {model.name!r} is the model's own name; take another", key="engine.adapters")
+    model.adapters = Adapters(model.module, {name: read_adapter(folder) for name, folder in folders.items()})
 
 
 def _load_identified(
