@@ -221,7 +221,7 @@ def _probed(module: Any, name: str) -> TorchModel:
     try:
         model = TorchModel(module, name=name)
     except _CANNOT_RUN as error:
-        raise ModelError(f"its layers cannot be told apart ({_first_line(error)})") from error
+        raise _not_run(error) from error
     probe(model)
     return model
 
