@@ -35,7 +35,9 @@ trials: $(VENV)/.installed  ## the cache under libllama and under the real vLLM 
 
 install: $(VENV)/.installed  ## only make .venv and install everything into it
 
-$(VENV)/.installed: pyproject.toml Makefile src/headstart/transfer/_reader.c
+COMPILED := src/headstart/transfer/_reader.c $(addprefix src/headstart/engine/torch/,_attention.c _attention_tile.h)
+
+$(VENV)/.installed: pyproject.toml Makefile $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot make a virtual environment; trying to install python3-venv"; rm -rf $(VENV); \
 	    apt-get update -qq && apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV); } || { \

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import attention, budget, devices, harness, hit, index, joining, overhead, store, trace, write
+from benchmarks import attention, budget, devices, harness, hit, index, joining, overhead, slow_disk, store, trace, write
 
 BENCHMARKS = {
     "attention": attention,
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "index": index,
     "joining": joining,
     "overhead": overhead,
+    "slow_disk": slow_disk,
     "trace": trace,
     "store": store,
     "write": write,

@@ -79,6 +79,9 @@ class EngineConfig:
     max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
     prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
     context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
+    deterministic: Annotated[
+        bool, Meta(description="logits equal to the bit, hit or cold and whatever else runs; CPUs only, slower")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

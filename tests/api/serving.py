@@ -34,6 +34,9 @@ class ByteRenderer:
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", "replace")
 

@@ -166,16 +166,13 @@ def test_a_cache_of_another_format_version_stops_nothing(config: Config, caplog:
     assert any("99" in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
 
 
-def test_a_recommended_penalty_that_is_not_applied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recommended_penalty_holds_for_greedy_answers_too(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     for penalty in ("null", "1.0", "1"):
         file.write_text(f'{{"repetition_penalty": {penalty}}}')
-        sampling_defaults(tmp_path)
-    assert not caplog.records
+        assert sampling_defaults(tmp_path) == Sampling()
     file.write_text('{"repetition_penalty": 1.05}')
-    sampling_defaults(tmp_path)
-    (record,) = caplog.records
-    assert "repetition_penalty 1.05, which is not applied" in record.getMessage()
+    assert sampling_defaults(tmp_path) == Sampling(repetition_penalty=1.05)
 
 
 def test_sampling_follows_the_models_makers_unless_asked_otherwise(tmp_path: Path) -> None:
@@ -183,8 +180,8 @@ def test_sampling_follows_the_models_makers_unless_asked_otherwise(tmp_path: Pat
     assert sampling_defaults(tmp_path) == Sampling()
     file.write_text('{"temperature": 0.6, "top_p": 0.9}')
     assert sampling_defaults(tmp_path) == Sampling()  # without do_sample its makers decode greedily
-    file.write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [1, 2]}')
-    assert sampling_defaults(tmp_path) == Sampling(temperature=0.6, top_p=0.9, top_k=20)
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "eos_token_id": [1, 2]}')
+    assert sampling_defaults(tmp_path) == Sampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
     file.write_text('{"do_sample": ')
     with pytest.raises(ModelError, match=r"generation_config.json cannot be read"):
         sampling_defaults(tmp_path)

@@ -13,8 +13,9 @@ import pytest
 from api.serving import ByteRenderer, served
 from headstart.api import service as service_module
 from headstart.api.errors import NotReady, TooManyWaiting
-from headstart.api.openai import parse_chat, parse_completion, usage_of
+from headstart.api.openai import parse_chat, parse_completion
 from headstart.api.service import Service
+from headstart.api.writing import usage_of
 from headstart.engine.base import Receipt
 from headstart.render import Renderer
 from headstart.testing.fake_engine import FakeEngine
@@ -29,9 +30,9 @@ def test_draining_lets_requests_end_and_takes_no_more() -> None:
         generation = await service.start(parse_completion(b'{"prompt": "x", "max_tokens": 50}'))
         with generation:
             draining = asyncio.ensure_future(service.drain(timeout_s=10))
-            text = "".join([piece async for piece in generation.pieces() if piece])
+            text = "".join([piece.text async for piece in generation.pieces() if piece])
             await draining
-        assert generation.finish == "stop"
+        assert generation.answers[0].finish == "stop"
         with pytest.raises(NotReady, match="shutting down"):
             await service.start(parse_completion(b'{"prompt": "x"}'))
         service.close()
@@ -54,7 +55,7 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
             await service.drain(timeout_s=0)
             with pytest.raises(NotReady, match="aborted because the server is shutting down"):
                 _ = [piece async for piece in generation.pieces()]
-        assert generation.finish == "abort"
+        assert generation.answers[0].finish == "abort"
         service.close()
 
     asyncio.run(scenario())

@@ -47,7 +47,22 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"temperature": -1}, "temperature", "between 0 and 100"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"top_k": -2}, "top_k", "0 (all tokens) or more"),
-        ({"n": 3}, "n", "must be 1, but is 3"),
+        ({"n": 17}, "n", "n must be between 1 and 16, but is 17"),
+        ({"n": 0}, "n", "between 1 and 16"),
+        ({"min_p": 1.1}, "min_p", "between 0 and 1"),
+        ({"presence_penalty": -2.5}, "presence_penalty", "between -2 and 2"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2 and 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "must have token ids for names, but has 'the'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100, but that of 5 is 101"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "at most 1024 tokens"),
+        ({"logit_bias": [5]}, "logit_bias", "logit_bias must be an object"),
+        ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+        ({"logprobs": 2}, "logprobs", "must be true or false"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "must be token ids"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "between 0 and max_tokens, but is 5"),
+        ({"min_tokens": -1}, "min_tokens", "between 0 and max_tokens"),
         ({"cache_salt": ""}, "cache_salt", "1 to 1024 characters"),
         ({"cache_salt": "s" * 1025}, "cache_salt", "1 to 1024 characters"),
         ({"stop": 5}, "stop", "stop must be a text or a list"),
@@ -68,12 +83,6 @@ NOT_FOLLOWED = [
     ({"tool_choice": "required"}, "tool_choice", "auto"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "none"),
     ({"functions": [{"name": "f"}]}, "functions", []),
-    ({"logprobs": True}, "logprobs", False),
-    ({"top_logprobs": 2}, "top_logprobs", 0),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", 0.0),
-    ({"presence_penalty": -0.5}, "presence_penalty", 0),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", 1.0),
-    ({"logit_bias": {"5": 1}}, "logit_bias", {}),
     ({"modalities": ["text", "audio"]}, "modalities", ["text"]),
 ]
 
@@ -90,9 +99,19 @@ def test_what_would_change_the_answer_and_is_not_followed_is_refused(
         assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).status_code == 200
 
 
-def test_log_probabilities_of_a_completion_are_refused_at_0_too(server: Running) -> None:
-    assert post(server, {"prompt": "a", "logprobs": 0}, "/v1/completions")[1]["param"] == "logprobs"
+def test_what_a_completion_cannot_have_is_refused(server: Running) -> None:
+    assert post(server, {"prompt": "a", "logprobs": 21}, "/v1/completions")[1]["param"] == "logprobs"
+    assert post(server, {"prompt": "a", "logprobs": True}, "/v1/completions")[1]["param"] == "logprobs"
     assert post(server, {"prompt": "a", "suffix": "b"}, "/v1/completions")[1]["param"] == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("priority", "high"), ("priority", "10000"), ("session", "s" * 257), ("retention", "r" * 65)]
+)
+def test_a_wrong_header_is_named(server: Running, name: str, value: str) -> None:
+    header = f"x-headstart-{name}"
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={header: value}, timeout=20)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, header)
 
 
 def test_a_missing_parameter_is_named(server: Running) -> None:

@@ -262,7 +262,7 @@ def test_an_extent_that_vanishes_under_its_lease_is_a_miss(monkeypatch: pytest.M
     with cache_of(tier) as cache:
         save(cache, kv)
         with match(cache, kv) as lease:
-            monkeypatch.setattr(tier, "info", lambda extent: None, raising=False)
+            monkeypatch.setattr(tier, "shape", lambda extent: None, raising=False)
             assert finish(lease, kv).usable_tokens == 0
 
 

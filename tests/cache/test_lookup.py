@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.cache.lookup import Pieces, absent_runs, longest_prefix, pieces_of
+from headstart.cache.lookup import Pieces, Run, absent_runs, last_boundary, longest_prefix, part_of, pieces_of
 from headstart.tier.base import Placement
 
 
@@ -43,6 +43,55 @@ def test_each_piece_comes_from_the_fastest_tier_and_runs_are_cut_where_a_read_wo
         (0, 8, 0, 4, 1),
         (1, 4, 9, 5, 1),
     ]
+
+
+def states(*extents: int) -> Pieces:
+    return Pieces(np.zeros(len(extents), np.int64), np.zeros(len(extents), np.int64), np.array(extents, np.int64))
+
+
+def test_the_latest_state_counts_and_of_two_the_fastest_tiers() -> None:
+    tiers = [(0, pieces(*[(7, 0)] * 6)), (1, states(-1, 4, -1, 5, -1, -1)), (2, states(8, -1, 9))]  # asked from piece 3 on
+    found = [last_boundary(tiers, within=n) for n in range(7)]
+    assert [found and (found.tier, found.extent, found.pieces) for found in found] == [
+        None,
+        None,
+        (1, 4, 2),
+        (1, 4, 2),
+        (1, 5, 4),
+        (1, 5, 4),
+        (2, 9, 6),
+    ]
+    assert last_boundary([], within=3) is None
+
+
+def test_states_of_pieces_are_those_behind_their_last_blocks_less_what_is_avoided() -> None:
+    found = pieces_of(
+        Placement(np.zeros(6, np.int64), np.arange(6, dtype=np.int32), np.array([5, 6, 7, 8, -1, 9])),
+        blocks_per_piece=2,
+        excluded=[8],
+    )
+    assert [found.state_behind(pieces) for pieces in range(4)] == [None, 6, None, 9]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
+def test_a_part_of_runs_is_what_lies_in_it(lengths: list[int], data: st.DataObject) -> None:
+    starts = np.cumsum([0, *lengths]).tolist()
+    runs = [Run(n % 2, n, 10 * n, start, length) for n, (start, length) in enumerate(zip(starts, lengths, strict=False))]
+    first = data.draw(st.integers(0, starts[-1]))
+    count = data.draw(st.integers(0, starts[-1] - first))
+
+    def each(runs: list[Run]) -> list[tuple[int, int, int, int]]:
+        return [(r.start + i, r.tier, r.extent, r.first + i) for r in runs for i in range(r.pieces)]
+
+    parts = part_of(runs, first, count)
+    assert [(first + at, *rest) for at, *rest in each(parts)] == each(runs)[first : first + count]
+    assert all(part.pieces for part in parts)
+
+
+def test_runs_that_are_absent_end_at_cuts() -> None:
+    present = [np.array([True, False, False, False, False]), np.array([True, True, True, False, False])]
+    assert list(absent_runs(present, cuts=[2, 5])) == [(1, 1, [0]), (2, 1, [0]), (3, 2, [0, 1])]
+    assert list(absent_runs(present, cuts=[])) == [(1, 2, [0]), (3, 2, [0, 1])]
 
 
 def test_nothing_is_no_prefix() -> None:

@@ -21,6 +21,7 @@ from headstart.cache.prefix_cache import PrefixCache, SaveResult
 from headstart.testing.fake_kv import OPAQUE, TINY, FakeKV
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.testing.round_trip import hit_tokens, load, match, save
+from headstart.tier.base import WriteOutcome
 from headstart.tier.memory import MemoryTier
 
 
@@ -209,7 +210,7 @@ def test_heads_are_the_most_recently_used_after_a_save_and_after_a_load(monkeypa
 def test_long_runs_are_cut_evenly_and_below_what_every_tier_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = layout_of(TINY, 10).extent_bytes
     tier = disk()
-    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation, **_: limit, raising=False)
     with cache_of(tier) as cache:
         save(cache, prompt(21 * 64))
         assert sorted(info.blocks for info in tier.scan()) == [7, 7, 7]
@@ -221,7 +222,7 @@ def test_long_runs_are_cut_evenly_and_below_what_every_tier_takes(monkeypatch: p
 def test_runs_of_varying_pieces_are_cut_by_their_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 48 << 10
     tier = disk()
-    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation: limit, raising=False)
+    monkeypatch.setattr(tier, "max_extent_bytes", lambda representation, **_: limit, raising=False)
     kv = prompt(40 * 128 + 1, representation=OPAQUE)
     with cache_of(tier, representation=OPAQUE) as cache:
         assert save(cache, kv).stored_tokens == 40 * 128
@@ -249,6 +250,66 @@ def test_a_tier_that_fails_to_write_is_left_out_of_the_rest_of_the_save(monkeypa
         assert (slow.inner.locate(TINY.digest, kv.keys).extents >= 0).tolist() == [True] * 4 + [False] * 6
         assert save(cache, kv).stored_tokens == 640
         assert (slow.inner.locate(TINY.digest, kv.keys).extents >= 0).all()
+
+
+class Gated(MemoryTier):
+    """A tier whose every write but the last begins only once the source has been read for the next extent; it notes whether
+    an image changed meanwhile."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__(8 << 20)
+        self.gates = [Event() for _ in range(writes)]
+        self.written = 0
+        self.spoilt = 0
+
+    def write(self, image: memoryview, *args: Any, **options: Any) -> WriteOutcome:
+        before = bytes(image)
+        if self.written + 1 < len(self.gates):
+            assert self.gates[self.written + 1].wait(TIMEOUT_S)
+        self.written += 1
+        self.spoilt += image != before
+        return super().write(image, *args, **options)
+
+
+def test_the_next_extent_is_copied_while_one_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 2)
+    tier, kv = Gated(5), prompt(10 * 64)
+
+    class Source:
+        def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+            if layer == TINY.layers - 1:
+                tier.gates[first // 2].set()
+            return kv.buffers(layer, first, sizes)
+
+    with cache_of(tier) as cache:
+        assert cache.save(kv.tokens, Source()).wait(TIMEOUT_S).stored_tokens == 640
+        assert (tier.written, tier.spoilt, load(cache, prompt(641)).wrong) == (5, 0, [])
+
+
+def test_a_source_that_fails_leaves_the_extent_that_is_being_written_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extents_module, "_MAX_BLOCKS", 2)
+    tier, kv, other = Gated(2), prompt(4 * 64), prompt(4 * 64, seed=1)
+
+    class Failing:
+        def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+            if first:
+                raise RuntimeError("planted")
+            return kv.buffers(layer, first, sizes)
+
+    with cache_of(tier) as cache, caplog.at_level(logging.CRITICAL):
+        failed = cache.save(kv.tokens, Failing())
+        after = cache.save(other.tokens, other)  # it would be built where the first extent of the other one lies
+        tier.gates[1].wait(0.2)
+        tier.gates[1].set()
+        assert failed.wait(TIMEOUT_S) == SaveResult(0, 0, "error")
+        assert after.wait(TIMEOUT_S).stored_tokens == 4 * 64
+        assert (tier.spoilt, load(cache, prompt(2 * 64 + 1)).usable_tokens, load(cache, prompt(2 * 64 + 1)).wrong) == (
+            0,
+            128,
+            [],
+        )
 
 
 def test_a_tail_that_is_evicted_is_written_again_and_its_head_is_not() -> None:

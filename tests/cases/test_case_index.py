@@ -33,6 +33,8 @@ FILES = {
     "saves": "cache/test_saves.py",
     "prefix": "engine/torch/test_prefix.py",
     "engine": "engine/torch/test_engine.py",
+    "meeting": "engine/torch/test_meeting.py",
+    "slow disk": "engine/torch/test_slow_disk.py",
     "transfer": "transfer/test_load.py",
     "api": "api/test_openai_client.py",
     "names": "cases/test_shards_and_names.py",
@@ -210,6 +212,9 @@ C072  A cap holds at every moment, for one big entry too, and counts everything.
       s04 · test_a_prompt_larger_than_the_memory_tier_goes_to_disk_and_spares_what_is_in_memory
       bounds · test_whoever_dies_while_it_adds_at_the_cap_takes_no_byte_more_than_it
       verified · test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
+C076  A disk that is slower than computing is not read any more, and tried again after a while.
+      slow disk · test_a_disk_that_is_slower_than_computing_is_left_alone_and_tried_again_after_a_minute
+      meeting · test_a_load_that_does_not_come_is_overtaken
 C077  Matching reads no payload.
       s02 · test_matching_reads_no_payload
 C079  No folder grows large.
@@ -258,7 +263,6 @@ ELSEWHERE = {
     "a router": ("C043", "C108", "C109", "C110", "C111", "C113"),
     "keys and endpoints of the server": ("C038", "C125", "C126", "C129"),
     "a cache server of its own": ("C074",),
-    "loads that are slower than computing": ("C076",),
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
     "usage and prices": ("C098", "C099", "C100", "C105", "C106"),

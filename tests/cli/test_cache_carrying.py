@@ -14,7 +14,7 @@ from block.extents import seal_random
 from cli.cache_kit import Run, family, found_pieces, key_of, kv, tier_at, write
 from headstart.block.representation import Representation
 from headstart.errors import HeadstartError
-from headstart.testing.fake_kv import OPAQUE, PAGED, TINY, UNEVEN
+from headstart.testing.fake_kv import OPAQUE, PAGED, STATE_BYTES, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.tier.devices import add_device, devices_of
 from headstart.tier.disk.exchange import CarriedFile, write_file
 
@@ -94,7 +94,7 @@ def test_an_export_leaves_out_what_is_damaged_and_what_runs_on_from_it(tmp_path:
     with segment.open("r+b") as file:
         file.seek(4096 + 13 * 4096 + 6000)  # in a piece of the second extent
         file.write(b"!!!!")
-    said = run.json("export", "--all", tmp_path / "x.hs", "--directory", tmp_path / "kv", code=5)
+    said = run.json("export", "--all", tmp_path / "x.hs", "--directory", tmp_path / "kv", code=6)
     assert (said["extents"], sum(said["left_out"].values())) == (2, 1)
     run("import", tmp_path / "x.hs", "--directory", other)
     assert (found_pieces(other, one), found_pieces(other, two)) == (4, 6)
@@ -122,7 +122,7 @@ def test_an_import_stores_what_fits_and_removes_nothing(tmp_path: Path, run: Run
     mine = kv(4, seed=99)
     with tier_at(tmp_path / "small", capacity_bytes=2 << 20) as tier:
         write(tier, mine)
-    said = run.json("import", tmp_path / "x.hs", "--directory", tmp_path / "small", "--capacity", "2MiB", code=5)
+    said = run.json("import", tmp_path / "x.hs", "--directory", tmp_path / "small", "--capacity", "2MiB", code=6)
     assert 0 < said["stored"] < 24
     assert said["stored"] + sum(said["left_out"].values()) == 24
     assert found_pieces(tmp_path / "small", mine) == 4
@@ -271,7 +271,7 @@ def test_move_removes_nothing_that_did_not_arrive(tmp_path: Path, other: Path, r
         for prompt in many:
             write(tier, prompt, 0, 8)
             write(tier, prompt, 8, 8)
-    said = run.json("move", tmp_path / "kv", other, "--capacity", "2MiB", code=5)
+    said = run.json("move", tmp_path / "kv", other, "--capacity", "2MiB", code=6)
     assert said["left_out"]
     for prompt in many:
         assert max(found_pieces(tmp_path / "kv", prompt), found_pieces(other, prompt)) == 16
@@ -311,7 +311,49 @@ def test_what_the_cache_refuses_is_counted_by_reason(
     family(tmp_path / "kv")
     run("export", "--all", tmp_path / "x.hs", "--directory", tmp_path / "kv")
     monkeypatch.setenv("HEADSTART_CACHE_QUOTAS", "acme=60KiB")
-    said = run.json("import", tmp_path / "x.hs", "--tenant", "acme", "--directory", other, code=5)
+    said = run.json("import", tmp_path / "x.hs", "--tenant", "acme", "--directory", other, code=6)
     assert said["stored"] + sum(said["left_out"].values()) == 3
     with tier_at(other) as tier:
         assert tier.statistics().live_bytes_by_tenant.get("acme", 0) <= 60 << 10
+
+
+def with_states(root: Path) -> FakeKV:
+    """A prompt of eight pieces with a state behind the last, and two that lie by themselves."""
+    prompt = kv(8, seed=4, layout=STATEFUL)
+    with tier_at(root) as tier:
+        for first, pieces, state_bytes in ((0, 4, 0), (4, 4, STATE_BYTES), (2, 1, STATE_BYTES), (5, 1, STATE_BYTES)):
+            assert tier.write(prompt.image(first, pieces, state_bytes=state_bytes), STATEFUL).reason == "written"
+    return prompt
+
+
+def found_behind(root: Path, prompt: FakeKV) -> list[int]:
+    """How many pieces of longer and longer prompts match, all compared to the byte."""
+    return sorted({found_pieces(root, FakeKV(STATEFUL, prompt.tokens[: 64 * n].tolist())) for n in range(1, 9)})
+
+
+def test_states_are_exported_and_taken_in(tmp_path: Path, other: Path, run: Run) -> None:
+    prompt = with_states(tmp_path / "kv")
+    run("export", "--all", tmp_path / "all.hs", "--directory", tmp_path / "kv")
+    taken = run.json("import", tmp_path / "all.hs", "--directory", other)
+    assert (taken["stored"], taken["present"], taken["left_out"]) == (4, 0, {})
+    assert found_behind(other, prompt) == [0, 3, 6, 8]
+    again = run.json("import", tmp_path / "all.hs", "--directory", other)
+    assert (again["stored"], again["present"]) == (0, 4)
+
+
+def test_states_move_with_the_blocks_that_they_stand_behind(tmp_path: Path, other: Path, run: Run) -> None:
+    prompt = with_states(tmp_path / "kv")
+    said = run.json("move", tmp_path / "kv", other)
+    assert (said["stored"], said["removed"]) == (4, 4)
+    assert (found_behind(other, prompt), found_behind(tmp_path / "kv", prompt)) == ([0, 3, 6, 8], [0])
+
+
+def test_a_state_with_a_changed_byte_is_found_and_dropped(tmp_path: Path, run: Run) -> None:
+    prompt = with_states(tmp_path / "kv")
+    (segment,) = (tmp_path / "kv").rglob("*.seg")
+    at = segment.read_bytes().find(bytes(prompt.state(6)))
+    with segment.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(bytes([prompt.state(6)[100] ^ 1]))
+    run("verify", "--directory", tmp_path / "kv", code=6)
+    assert found_behind(tmp_path / "kv", prompt) == [0, 3, 8]

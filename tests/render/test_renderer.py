@@ -14,6 +14,7 @@ import pytest
 
 from headstart.errors import ContextLengthExceeded, ModelError, RequestError
 from headstart.render import Renderer
+from headstart.render.token_bytes import TokenBytes
 
 USER = {"role": "user", "content": "Größe 😀?"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -244,3 +245,28 @@ def test_every_kind_of_model_folder_renders(tiny_model_folder: Callable[..., Pat
     renderer = Renderer.load(tiny_model_folder("qwen2"))
     assert renderer.decode(renderer.chat([USER])) == "user\nGröße 😀?\nassistant\n"
     assert renderer.vocabulary == 512
+
+
+def test_the_bytes_of_all_tokens_joined_are_the_text_s(renderer: Renderer) -> None:
+    for text in ("plain words, and more", "añ — 漢字 \U0001f600\n\ttabs", "\x00\x7f\xad"):
+        ids = renderer.completion(text)
+        assert b"".join(renderer.token_bytes(token) for token in ids) == text.encode()
+    (end,) = [token for token in renderer.stop_ids if renderer.token_bytes(token) == b"<|im_end|>"]
+    assert renderer.decode([end]) == ""
+    assert renderer.token_bytes(10**6) == b""
+
+
+def test_the_bytes_of_sentencepiece_tokens_are_spaces_bytes_and_text() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.BPE({"\u2581the": 0, "<0xE2>": 1, "n": 2, "<0x": 3}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert [TokenBytes(backend)[token] for token in range(4)] == [b" the", b"\xe2", b"n", b"<0x"]
+
+
+def test_tokens_of_any_other_tokenizer_are_as_they_decode() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.WordPiece({"the": 0, "##n": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    assert TokenBytes(backend)[0] == b"the"

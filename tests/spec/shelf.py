@@ -152,6 +152,12 @@ class Shelf:
         path, found = self._find(bytes(kv.piece(layer, piece)))
         _flip(path, found + kv.piece_bytes(layer, piece) // 2)
 
+    def damage_state(self, kv: FakeKV, *, behind: int, at: float) -> None:
+        """Change one byte of the state behind so many pieces, at a share of its length."""
+        state = kv.state(behind)
+        path, found = self._find(bytes(state))
+        _flip(path, found + int(at * state.nbytes))
+
     def _find(self, content: bytes) -> tuple[Path, int]:
         for path in sorted(p for p in self.directory.rglob("*") if p.is_file()):
             at = path.read_bytes().find(content)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from headstart.block.representation import Representation
-from headstart.testing.fake_kv import OPAQUE, PAGED, TINY, UNEVEN, FakeKV
+from headstart.testing.fake_kv import OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.testing.faults import Fault
 from headstart.testing.round_trip import hit_tokens, load, match, save
 from headstart.testing.tier_contract import together
 
 SMALL = replace(TINY, layer_bytes=(256, 256))
-REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE}
+REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE, "stateful": STATEFUL}
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -172,3 +172,18 @@ def test_returning_sessions_get_their_own_content(shelf) -> None:
     together(serve, count=8)
     assert wrong == []
     assert min(loads) > 0
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.999], ids=str)
+def test_a_state_is_what_was_saved_or_the_prefix_ends_at_an_earlier_one(shelf, at: float) -> None:
+    """Each byte of it counts: a changed one costs the load, and the state before it is the next hit."""
+    kv = FakeKV(STATEFUL, tokens(700))
+    cache = shelf.open("disk", representation=STATEFUL)
+    assert save(cache, kv, states=kv.states(4, 10)).stored_tokens == 640
+    shelf.damage_state(kv, behind=10, at=at)
+    found = load(cache, kv)
+    assert (found.matched_tokens, found.usable_tokens, found.wrong) == (640, 0, [])
+    found = load(cache, kv)
+    assert (found.matched_tokens, found.usable_tokens, found.wrong) == (256, 256, [])
+    save(cache, kv, states=kv.states(10))
+    assert load(cache, kv).usable_tokens == 640

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.testing.fake_kv import PAGED, TINY, FakeKV
+from headstart.testing.fake_kv import PAGED, STATEFUL, TINY, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, match, save
 
 PROMPT = list(range(100_000, 101_000))  # 15 blocks and 40 tokens
@@ -106,3 +106,16 @@ def test_matching_reads_no_payload(shelf) -> None:
             assert lease.tokens == 960
     layers = sum(n or 0 for n in TINY.layer_bytes)
     assert shelf.faulty.statistics().counters.get("bytes_read", 0) - before < 15 * layers
+
+
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+def test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one(shelf, tiers: str) -> None:
+    cache = shelf.open(tiers, representation=STATEFUL)
+    saved = FakeKV(STATEFUL, PROMPT)
+    save(cache, saved, states=saved.states(2, 7, 15))
+    save(cache, saved, states=saved.states(11))  # its blocks are there already
+    for length, hit in ((128, 0), (129, 2), (448, 2), (449, 7), (704, 7), (705, 11), (960, 11), (961, 15), (1000, 15)):
+        found = load(cache, FakeKV(STATEFUL, PROMPT[:length]))
+        assert (found.usable_tokens, found.wrong) == (hit * 64, [])
+    parting = FakeKV(STATEFUL, PROMPT[:500] + [5] * 500)
+    assert load(cache, parting).usable_tokens == 7 * 64

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import TierUnavailable
-from headstart.testing.fake_kv import FakeKV
+from headstart.testing.fake_kv import STATEFUL, FakeKV
 from headstart.testing.faulty_disk import ProcessDied
 from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.testing.tier_contract import prompt
@@ -254,3 +254,28 @@ def test_a_process_killed_while_saving_is_succeeded_by_the_next_without_a_clean_
         last = prompt(1 + (start - 1) % 9, seed=start - 1)
         assert hit_tokens(cache, last) == last.pieces * 64
         shelf.close()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["half-done", "done"])
+def test_dying_in_any_call_of_a_save_with_states_leaves_prefixes_that_end_at_one(shelf, after: bool) -> None:
+    kv = prompt(9, representation=STATEFUL)
+    asked = FakeKV(STATEFUL, [*kv.tokens.tolist()[: 9 * 64], 1])
+    for call in itertools.count(1, 2):
+        shelf.new_disk()
+        cache = shelf.open("disk", crashable=True, representation=STATEFUL)
+        assert save(cache, kv, states=kv.states(4)).stored_tokens == 256
+        shelf.faulty_disk.die_at(call, after=after)
+        tickets = [cache.save(kv.tokens, kv, states=kv.states(*behind)) for behind in ((2,), (6, 9))]
+        lived = shelf.wait_for_death_or(tickets)
+        shelf.crash()
+        cache = shelf.open("disk", crashable=True, representation=STATEFUL)
+        found = load(cache, asked)
+        assert found.wrong == []
+        assert found.usable_tokens in ({9 * 64} if lived else {4 * 64, 6 * 64, 9 * 64})
+        assert save(cache, kv, states=kv.states(2, 6, 9)).stored_tokens == 9 * 64
+        for pieces in (2, 4, 6, 9):
+            part = FakeKV(STATEFUL, asked.tokens[: pieces * 64 + 1].tolist())
+            assert (load(cache, part).usable_tokens, load(cache, part).wrong) == (pieces * 64, [])
+        shelf.close()
+        if lived:
+            return

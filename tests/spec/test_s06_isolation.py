@@ -224,3 +224,56 @@ def test_weights_updated_in_place_make_everything_stored_before_a_miss(shelf) ->
     save(cache, at("1"))
     assert (hit_tokens(cache, at("1")), hit_tokens(cache, at("2"))) == (256, 0)
     assert hit_tokens(shelf.reopen("both"), at("2")) == 0
+
+
+# Contents: what stands behind placeholder tokens counts as the tokens do.
+
+IMAGE = Content(start=100, tokens=90, digest=digest("an image"))  # in blocks 1 and 2
+
+
+def pictured(*contents: Content) -> FakeKV:
+    return FakeKV(TINY, [*range(1, 65), *[9] * 336], contents=contents)
+
+
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+@pytest.mark.parametrize(
+    ("contents", "hit"),
+    [
+        ([IMAGE], 384),
+        ([], 64),
+        ([replace(IMAGE, digest=digest("another image"))], 64),
+        ([replace(IMAGE, start=101)], 64),
+        ([replace(IMAGE, tokens=91)], 64),
+        ([IMAGE, Content(start=192, tokens=1, digest=digest("another image"))], 192),
+        ([Content(start=320, tokens=64, digest=digest("an image"))], 64),
+    ],
+    ids=["equal", "none", "another", "moved", "longer", "one more", "elsewhere"],
+)
+def test_equal_tokens_with_other_contents_never_share(shelf, tiers: str, contents: list[Content], hit: int) -> None:
+    cache = shelf.open(tiers)
+    assert save(cache, pictured(IMAGE)).stored_tokens == 384
+    for _ in range(2):
+        found = load(cache, pictured(*contents))
+        assert (found.usable_tokens, found.wrong) == (hit, [])
+        if tiers == "disk":
+            cache = shelf.reopen(tiers)
+
+
+def test_contents_and_salt_together_are_found_by_the_same_two_alone(shelf) -> None:
+    cache = shelf.open("disk")
+    kv = FakeKV(TINY, range(700), salt="a", contents=[IMAGE, replace(IMAGE, start=500)])
+    save(cache, kv)
+    assert load(cache, kv).usable_tokens == 640
+    assert hit_tokens(cache, FakeKV(TINY, range(700), salt="b", contents=kv.contents)) == 0
+    assert hit_tokens(cache, FakeKV(TINY, range(700), contents=kv.contents)) == 0
+    assert hit_tokens(cache, FakeKV(TINY, range(700), salt="a", contents=kv.contents[:1])) == 448
+
+
+def test_many_contents_that_make_a_header_longer_still_fit(shelf) -> None:
+    """An extent is cut so that it fits with what stands beside its tokens."""
+    cache = shelf.open_small("disk")  # segments of 1 MiB
+    contents = [Content(start=8 * n, tokens=8, digest=digest(f"{n}") * 3) for n in range(120 * 8)]
+    kv = FakeKV(TINY, range(120 * 64 + 1), contents=contents)
+    assert save(cache, kv).reason is None
+    found = load(cache, kv)
+    assert (found.usable_tokens, found.wrong) == (120 * 64, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headstart.testing.fake_kv import STATEFUL
 from headstart.testing.faults import Fault
 from headstart.testing.round_trip import load, save
 from headstart.testing.tier_contract import prompt, together
@@ -81,3 +82,19 @@ def test_two_caches_on_one_directory_agree(shelf) -> None:
     again = shelf.reopen("disk")
     for kv in kvs:
         assert load(again, kv).usable_tokens == 256
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_state_is_stored_once_and_blocks_for_its_sake_once_more(shelf, tiers: str) -> None:
+    cache = shelf.open(tiers, representation=STATEFUL)
+    kv = prompt(8, representation=STATEFUL)
+
+    def save_all(thread: int) -> None:
+        for behind in (3 + thread % 2, 8):
+            assert save(cache, kv, states=kv.states(behind)).stored_tokens >= behind * 64
+
+    together(save_all, count=8)
+    before = extents(shelf)
+    assert all(count <= 5 for count in before)
+    again = save(cache, kv, states=kv.states(3, 4, 8))
+    assert (again.written_bytes, extents(shelf)) == (0, before)

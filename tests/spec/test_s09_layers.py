@@ -8,7 +8,7 @@ import pytest
 
 from headstart.cache.prefix_cache import Load
 from headstart.errors import LoadFailed
-from headstart.testing.fake_kv import TINY, FakeDestination
+from headstart.testing.fake_kv import STATEFUL, TINY, FakeDestination
 from headstart.testing.faults import Fault
 from headstart.testing.round_trip import TIMEOUT_S, load, match, save
 from headstart.testing.tier_contract import prompt
@@ -183,3 +183,15 @@ def test_a_failure_in_one_range_costs_no_other_one(shelf) -> None:
         for (first, _), running in zip(ranges, loads, strict=True):
             assert destination.wrong(KV, first=first, pieces=running.usable_tokens // 64) == []
     shelf.expect_problems()
+
+
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+def test_a_state_is_there_before_any_layer_is_needed(shelf, tiers: str) -> None:
+    cache = shelf.open(tiers, representation=STATEFUL)
+    kv = prompt(8, representation=STATEFUL)
+    save(cache, kv)
+    with cache.match(kv.tokens, leave=0) as lease:
+        running = lease.load(FakeDestination(STATEFUL, 8))
+        assert running.state(TIMEOUT_S) == kv.state(8)
+        wait_layer_by_layer(running)
+        assert running.result(TIMEOUT_S) == 512

@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.testing.crash_disk import CrashDisk
-from headstart.testing.fake_kv import IDENTITY, TINY
+from headstart.testing.fake_kv import IDENTITY, STATEFUL, TINY
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.testing.machines import CacheMachine, TierMachine
 from headstart.tier.base import Tier
@@ -40,7 +40,7 @@ class WholeCacheMachine(CacheMachine):
         return PrefixCache(
             [MemoryTier(512 << 10), self.faulty],
             identity=IDENTITY,
-            representation=TINY,
+            representation=self.representation,
             load_timeout_s=5.0,
             match_timeout_s=5.0,
         )
@@ -63,7 +63,21 @@ class DiskOnlyCacheMachine(WholeCacheMachine):
             wall_clock=lambda: self.now,
         )
         self.faulty = FaultyTier(disk)
-        return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY, load_timeout_s=5.0, match_timeout_s=5.0)
+        return PrefixCache(
+            [self.faulty],
+            identity=IDENTITY,
+            representation=self.representation,
+            load_timeout_s=5.0,
+            match_timeout_s=5.0,
+        )
+
+
+class StatesMachine(WholeCacheMachine):
+    representation = STATEFUL
+
+
+class DiskOnlyStatesMachine(DiskOnlyCacheMachine):
+    representation = STATEFUL
 
 
 class NeighboursBytes(TierMachine):
@@ -83,7 +97,7 @@ class BelievesItsTiers(CacheMachine):
         return PrefixCache([self.faulty], identity=IDENTITY, representation=TINY)
 
 
-MACHINES = [MemoryMachine, DiskMachine, WholeCacheMachine, DiskOnlyCacheMachine]
+MACHINES = [MemoryMachine, DiskMachine, WholeCacheMachine, DiskOnlyCacheMachine, StatesMachine, DiskOnlyStatesMachine]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)

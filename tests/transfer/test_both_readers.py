@@ -19,7 +19,7 @@ import pytest
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, TINY, UNEVEN, FakeDestination, FakeKV
+from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeDestination, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.round_trip import finish, load, match, save
 from headstart.tier.base import RawExtent
@@ -138,6 +138,20 @@ def test_every_byte_is_right_wherever_ranges_begin_and_end(
                 assert sum(running.result(TIMEOUT_S) for running in loads) == PIECES * step
             assert destination.wrong(kv, pieces=PIECES) == []
     assert (not through_tier) == (way == "C")
+    assert open_segments(tmp_path) == 0
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["direct", "unaligned"])
+def test_extents_with_states_are_read_as_well(tmp_path: Path, way: str, through_tier: list[int], shift: int) -> None:
+    with opened(tmp_path, STATEFUL) as cache:
+        kv = stored(cache, STATEFUL)  # each extent ends with one
+        save(cache, kv, states=kv.states(5, 9, nbytes=(2 << 20) + 1))  # and two stand inside
+        for pieces in (PIECES, 10, 9, 6, 4):
+            part = FakeKV(STATEFUL, kv.tokens[: pieces * 64 + 1].tolist())
+            loaded = load(cache, part, shift=shift)
+            end = max(end for end in (1, 4, 5, 9, 11, PIECES) if end <= pieces)
+            assert (loaded.usable_tokens, loaded.wrong) == (end * 64, [])
+    assert len(through_tier) < 40 or way == "Python"  # headers and parts of states alone
     assert open_segments(tmp_path) == 0
 
 

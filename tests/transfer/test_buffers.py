@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.testing.fake_kv import aligned_bytes
-from headstart.transfer.buffers import Staging, flat, gather, is_aligned, scatter, split
+from headstart.tier.arena import is_aligned
+from headstart.transfer.buffers import Staging, flat, gather, scatter, split
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.lists(st.integers(0, 60), max_size=12))
@@ -57,15 +58,17 @@ def test_buffers_of_any_format_are_seen_as_bytes() -> None:
 
 def test_alignment_means_address_and_length() -> None:
     memory = aligned_bytes(3 * 4096).data
-    assert is_aligned([memory[:4096], memory[8192:], memory[5:5]])
-    assert not is_aligned([memory[8 : 4096 + 8]])
-    assert not is_aligned([memory[:4000]])
+    for view in (memory, memory.toreadonly()):
+        assert all(map(is_aligned, (view[:4096], view[8192:], view[5:5])))
+        assert not is_aligned(view[8 : 4096 + 8])
+        assert not is_aligned(view[:4000])
+        assert not is_aligned(view[::2])
 
 
 def test_staging_is_aligned_reused_and_grows() -> None:
     staging = Staging("test")
     first = staging.take(5000)
-    assert is_aligned([first[:4096]])
+    assert is_aligned(first[:4096])
     first[:5] = b"abcde"
     assert bytes(staging.take(6000)[:5]) == b"abcde"
     large = staging.take(5 << 20)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
-from headstart.transfer.io_pool import JOINED_BYTES, REQUEST_BYTES
+from headstart.transfer.io_pool import REQUEST_BYTES
 from headstart.transfer.plan import expected_layout, requests
 
 SIZES = st.sampled_from([520, 4096, 73_728, 98_304, 1 << 20, 3 << 20])
@@ -34,7 +34,7 @@ def test_every_piece_of_every_layer_is_read_once(data: st.DataObject, layer_byte
         nbytes = sum(layout.piece_range(layer, first + request.first, request.count)[1] for layer in request.layers)
         assert nbytes <= REQUEST_BYTES or (request.count == 1 and len(request.layers) == 1)
         if len(request.layers) > 1:
-            assert nbytes <= JOINED_BYTES
+            assert nbytes <= REQUEST_BYTES
             assert (request.count, pieces) == (layout.pieces, layout.pieces)  # else they do not lie side by side
             assert len(request.layers) <= request.layers.start  # what is waited for soonest comes in small steps
     assert (times == 1).all()

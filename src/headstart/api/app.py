@@ -7,8 +7,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,10 +23,13 @@ from headstart import __version__
 from headstart.api import metrics, openai, streaming
 from headstart.api.access import HostCheck, require_json
 from headstart.api.errors import BodyTooLarge, error_response, plain_response
-from headstart.api.service import Generation, Service
+from headstart.api.generation import Generation
+from headstart.api.service import Service
+from headstart.api.writing import Piece, Shape, joined
 from headstart.errors import HeadstartError, RequestError
 
 log = logging.getLogger("headstart")
+T = TypeVar("T")
 
 BODY_BYTES = 32 << 20
 INLINE_BYTES = 64 << 10  # parsed on the loop, in well under a millisecond
@@ -65,16 +69,15 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
             # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
             ask = parse(body) if len(body) <= INLINE_BYTES else await service.off_loop(parse, body)
             del body
-            generation = await service.start(ask)
-        shape = openai.Shape(ask.kind, generation.id, int(time.time()), served.name, ask.include_usage)
+            generation = await service.start(replace(ask, handling=openai.handling_of(request.headers)))
+        shape = Shape(ask.kind, generation.id, int(time.time()), served.name, ask.include_usage)
         if ask.stream:
             return _EventStream(generation, shape)
         with generation:
-            text = await _unless_gone(request, _whole_text(generation))
-        if text is None:
+            answers = await _unless_gone(request, _whole(generation))
+        if answers is None:
             return Response(status_code=499)  # nobody reads it; the log line says "abort"
-        assert generation.finish is not None
-        return _json(shape.whole(text, generation.finish, generation.usage()))
+        return _json(shape.whole(answers, generation.usage()))
 
     app = Starlette(
         routes=[
@@ -109,18 +112,20 @@ async def _body(request: Request, more: Callable[[int], None]) -> bytes:
     return b"".join(chunks)
 
 
-async def _whole_text(generation: Generation) -> str:
-    return "".join([piece async for piece in generation.pieces() if piece])
+async def _whole(generation: Generation) -> list[Piece]:
+    """Return each answer in one piece."""
+    pieces = [piece async for piece in generation.pieces() if piece is not None]
+    return [joined([piece for piece in pieces if piece.index == answer.index]) for answer in generation.answers]
 
 
-async def _unless_gone(request: Request, work: Any) -> str | None:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what `work` returns, or None, with the work cancelled, when the client goes away first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task: asyncio.Task[str] = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +138,7 @@ async def _unless_gone(request: Request, work: Any) -> str | None:
 class _EventStream(StreamingResponse):
     """A stream that ends its request in the engine however it ends itself, begun or not."""
 
-    def __init__(self, generation: Generation, shape: openai.Shape) -> None:
+    def __init__(self, generation: Generation, shape: Shape) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(streaming.events(generation, shape), media_type="text/event-stream", headers=headers)
         self._generation = generation

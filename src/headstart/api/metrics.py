@@ -34,6 +34,7 @@ _KINDS = {
     "device_failed": "call",
     "finished": "reason",
     "join_failed": "reason",
+    "load_decisions": "choice",
     "save_budget_dropped_tokens": "tier",
     "tier_failed": "call",
 }

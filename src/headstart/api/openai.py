@@ -8,42 +8,38 @@ answer that silently is not what was asked for is worse than none. What stands i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headstart import __version__
-from headstart.engine.base import FinishReason, Receipt
+from headstart.engine.base import Sampling
 from headstart.errors import RequestError
 
 SALT_CHARACTERS = 1024
+SESSION_CHARACTERS = 256
+RETENTION_CHARACTERS = 64
+ANSWERS = 16  # to one request
+LOGPROBS = 20  # tokens told beside each
+BIASES = 1024
 COMPLETION_TOKENS = 16  # what the completions endpoint generates when nothing is said; a chat may use the whole context
 
 Kind = Literal["chat", "completion"]
 
 # What would change an answer and is not followed: field, then the values (beside null) that ask for nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "best_of": (1,),
-}
+_NEUTRAL: dict[str, tuple[object, ...]] = {"best_of": (1,)}
 _NEUTRAL_OF_KIND: dict[Kind, dict[str, tuple[object, ...]]] = {
     "chat": {
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
         "functions": ([],),
         "function_call": ("auto", "none"),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
     },
-    "completion": {"logprobs": (), "suffix": ("",)},  # here 0 asks for the log probability of each token
+    "completion": {"suffix": ("",)},
 }
 
 
@@ -68,8 +64,16 @@ class _Common(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -80,16 +84,29 @@ class ChatRequest(_Common, kw_only=True):
     messages: list[Any]
     tools: list[Any] | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class CompletionRequest(_Common, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """How a request is served, beside what it asks for; see `GenerationRequest`."""
+
+    priority: int = 0
+    session: str = ""
+    retention: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request asks for. None: not said, so the model's own default holds."""
+    """What a request asks for. None: not said, so the model's own default holds. `sampling`: fields of `Sampling` by name,
+    those that were said. `logprobs` as in `GenerationRequest`."""
 
     kind: Kind
     messages: tuple[Any, ...]
@@ -97,15 +114,18 @@ class Ask:
     prompt: str | tuple[int, ...]  # of a completion
     model: str | None
     max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
+    sampling: dict[str, Any]
     stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+    min_tokens: int
+    n: int
+    logprobs: int | None
     salt: str | None
     stream: bool
     include_usage: bool
     ignored: tuple[str, ...]
+    handling: Handling = Handling()
 
 
 def parse_chat(body: bytes) -> Ask:
@@ -114,7 +134,10 @@ def parse_chat(body: bytes) -> Ask:
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     limit_param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     tools = tuple(request.tools) if request.tools else None
-    return _ask("chat", request, ignored, limit, limit_param, messages=tuple(request.messages), tools=tools)
+    if request.top_logprobs and not request.logprobs:
+        raise _wrong("top_logprobs", "goes with logprobs: true; add it")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _ask("chat", request, ignored, limit, limit_param, logprobs, messages=tuple(request.messages), tools=tools)
 
 
 def parse_completion(body: bytes) -> Ask:
@@ -123,7 +146,18 @@ def parse_completion(body: bytes) -> Ask:
     if request.echo:
         raise _wrong("echo", "is not supported; leave it out and prepend the prompt yourself")
     prompt = _one_prompt(request.prompt)
-    return _ask("completion", request, ignored, request.max_tokens, "max_tokens", prompt=prompt)
+    return _ask("completion", request, ignored, request.max_tokens, "max_tokens", request.logprobs, prompt=prompt)
+
+
+def handling_of(headers: Mapping[str, str]) -> Handling:
+    """Return what x-headstart-priority, -session and -retention say. Raises RequestError naming the header."""
+    said = {name: headers.get(f"x-headstart-{name}", "").strip() for name in ("priority", "session", "retention")}
+    if not re.fullmatch(r"[+-]?[0-9]{1,4}|", said["priority"]):
+        raise _wrong("x-headstart-priority", f"must be a whole number between -9999 and 9999, but is {said['priority'][:64]!r}")
+    for name, most in (("session", SESSION_CHARACTERS), ("retention", RETENTION_CHARACTERS)):
+        if len(said[name]) > most or not said[name].isprintable():
+            raise _wrong(f"x-headstart-{name}", f"must have at most {most} printable characters")
+    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default")
 
 
 def _one_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
@@ -135,75 +169,6 @@ def _one_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if any(not isinstance(token, int) for token in prompt):
         raise _wrong("prompt", f"holds {len(prompt)} prompts, but a request is answered one prompt at a time; send them singly")
     return tuple(prompt)
-
-
-def usage_of(receipt: Receipt, *, completion_tokens: int) -> dict[str, Any]:
-    """Return the usage object: the same whether streamed or not, every number present also when it is 0.
-
-    Cached tokens are those that were verified and used; hit and miss always add up to the prompt."""
-    prompt, cached = receipt.prompt_tokens, receipt.cached_tokens
-    assert 0 <= cached <= prompt
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": cached,
-            "cached_memory_tokens": receipt.cached_memory_tokens,
-            "cached_disk_tokens": receipt.cached_disk_tokens,
-            "cache_write_tokens": 0,  # those with a price of their own; ours are free. Clients add it up, so never absent
-        },
-        "completion_tokens_details": {"reasoning_tokens": 0},
-        "prompt_cache_hit_tokens": cached,
-        "prompt_cache_miss_tokens": prompt - cached,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How one answer is written: whole, or as chunks of a stream (role first, text, finish reason, usage)."""
-
-    kind: Kind
-    id: str
-    created: int  # seconds since 1970
-    model: str
-    include_usage: bool = False
-
-    def whole(self, text: str, finish: FinishReason, usage: dict[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
-        if self.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        return self._envelope("chat.completion", [choice]) | {"usage": usage}
-
-    def role(self) -> dict[str, Any] | None:
-        """The first chunk of a chat; text completions have none."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self.kind == "chat" else None
-
-    def text(self, text: str) -> dict[str, Any]:
-        return self._chunk({"delta": {"content": text}} if self.kind == "chat" else {"text": text})
-
-    def finish(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk({"delta": {}} if self.kind == "chat" else {"text": ""}, finish)
-
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", []) | {"usage": usage}
-
-    def _chunk(self, content: dict[str, Any], finish: FinishReason | None = None) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
-        chunk = self._envelope("chat.completion.chunk", [choice])
-        return chunk | {"usage": None} if self.include_usage else chunk
-
-    def _envelope(self, chat_object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": chat_object if self.kind == "chat" else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": f"headstart-{__version__}",
-            "choices": choices,
-        }
 
 
 RequestT = TypeVar("RequestT", bound=_Common)
@@ -258,6 +223,7 @@ def _ask(
     ignored: tuple[str, ...],
     max_tokens: int | None,
     max_tokens_param: str,
+    logprobs: int | None,
     *,
     messages: tuple[Any, ...] = (),
     tools: tuple[Any, ...] | None = None,
@@ -267,19 +233,27 @@ def _ask(
         max_tokens = None if kind == "chat" else COMPLETION_TOKENS
     elif max_tokens < 1:
         raise _wrong(max_tokens_param, f"must be at least 1, but is {max_tokens}")
-    if request.n is not None and request.n != 1:
-        raise _wrong(
-            "n", f"must be 1, but is {request.n}; send the request {max(request.n, 2)} times, the prompt is computed once"
-        )
-    if request.temperature is not None and not 0 <= request.temperature <= 100:
-        raise _wrong("temperature", f"must be between 0 and 100, but is {request.temperature}")
+    _refuse_outside(request, "n", 1, ANSWERS)
+    _refuse_outside(request, "temperature", 0, 100)
     if request.top_p is not None and not 0 < request.top_p <= 1:
         raise _wrong("top_p", f"must be above 0 and at most 1, but is {request.top_p}")
     if request.top_k is not None and request.top_k < -1:
         raise _wrong("top_k", f"must be 0 (all tokens) or more, but is {request.top_k}")
+    _refuse_outside(request, "min_p", 0, 1)
+    _refuse_outside(request, "presence_penalty", -2, 2)
+    _refuse_outside(request, "frequency_penalty", -2, 2)
+    _refuse_outside(request, "repetition_penalty", 0.01, 100)
+    if logprobs is not None and not 0 <= logprobs <= LOGPROBS:
+        param = "top_logprobs" if kind == "chat" else "logprobs"
+        raise _wrong(param, f"must be between 0 and {LOGPROBS}, but is {logprobs}")
+    least = request.min_tokens or 0
+    if least < 0 or (max_tokens is not None and least > max_tokens):
+        raise _wrong("min_tokens", f"must be between 0 and {max_tokens_param}, but is {least}")
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= SALT_CHARACTERS:
         raise _wrong("cache_salt", f"must have 1 to {SALT_CHARACTERS} characters, but has {len(request.cache_salt)}")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if any(token < 0 for token in request.stop_token_ids or ()):
+        raise _wrong("stop_token_ids", "must be token ids, which are 0 or more")
     return Ask(
         kind=kind,
         messages=messages,
@@ -287,13 +261,40 @@ def _ask(
         prompt=prompt,
         model=request.model,
         max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=None if request.top_k is None else max(request.top_k, 0),  # -1 means "all" to clients of other servers
-        seed=request.seed,
+        sampling=_sampling(request),
         stop=tuple(text for text in stop if text),
+        stop_ids=frozenset(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=least,
+        n=1 if request.n is None else request.n,
+        logprobs=logprobs,
         salt=request.cache_salt,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         ignored=ignored,
     )
+
+
+def _refuse_outside(request: _Common, param: str, low: float, high: float) -> None:
+    value = getattr(request, param)
+    if value is not None and not low <= value <= high:
+        raise _wrong(param, f"must be between {low} and {high}, but is {value}")
+
+
+def _sampling(request: _Common) -> dict[str, Any]:
+    """Return what is said of `Sampling`'s fields, which have the API's names."""
+    said = {field.name: getattr(request, field.name) for field in fields(Sampling)}
+    said["top_k"] = None if request.top_k is None else max(request.top_k, 0)  # -1 means "all" to clients of other servers
+    said["logit_bias"] = None if request.logit_bias is None else tuple(_biases(request.logit_bias))
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _biases(biases: dict[str, float]) -> Iterator[tuple[int, float]]:
+    if len(biases) > BIASES:
+        raise _wrong("logit_bias", f"must have at most {BIASES} tokens, but has {len(biases)}")
+    for token, added in biases.items():
+        if not re.fullmatch(r"[0-9]{1,10}", token, re.ASCII):
+            raise _wrong("logit_bias", f"must have token ids for names, but has {token[:64]!r}")
+        if not -100 <= added <= 100:
+            raise _wrong("logit_bias", f"must have values between -100 and 100, but that of {token} is {added}")
+        yield int(token), added

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import Engine, GenerationRequest, Sampling
@@ -27,14 +29,11 @@ class Served:
         prompt: tuple[int, ...],
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        salt: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
         prompt_param: str = "messages",
     ) -> GenerationRequest:
-        """Return what the engine is asked; None stands for the model's default. Raises ContextLengthExceeded.
+        """Return what the engine is asked. `sampling`: fields of `Sampling`; for those that are left out the model's defaults
+        hold. Raises ContextLengthExceeded.
 
         Clients ask for their favourite number of tokens whatever the model, so a `max_tokens` that does not fit is not
         refused: the answer ends where the context does, with finish_reason "length"."""
@@ -52,12 +51,6 @@ class Served:
             id=id,
             prompt=prompt,
             max_tokens=room if max_tokens is None else min(max_tokens, room),
-            sampling=Sampling(
-                temperature=self.defaults.temperature if temperature is None else temperature,
-                top_p=self.defaults.top_p if top_p is None else top_p,
-                top_k=self.defaults.top_k if top_k is None else top_k,
-                seed=seed,
-            ),
+            sampling=replace(self.defaults, **(sampling or {})),
             stop_ids=self.renderer.stop_ids,
-            salt=salt,
         )

@@ -11,27 +11,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
-from headstart.api.errors import GenerationFailed, ModelNotFound, NotReady, TooManyWaiting
+from headstart.api.errors import ModelNotFound, NotReady, TooManyWaiting
+from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
-from headstart.api.openai import Ask, usage_of
+from headstart.api.openai import Ask
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
-from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.engine.base import FinishReason, GenerationRequest, Receipt
 from headstart.errors import HeadstartError, RequestError
-from headstart.render import TextStream
 
 log = logging.getLogger("headstart")
 T = TypeVar("T")
 
 KEEPALIVE_S = 10.0
-RECEIPT_WAIT_S = 10.0  # how long an answer that ended on a stop text waits for the engine's last word
 BODIES_BYTES = 128 << 20  # of all bodies that are being read, parsed or tokenised
 _LINES_ONCE = 256  # different remarks on requests that are logged before the log falls silent
 _NOT_LOADED = "the model could not be loaded; the server's log says why"
@@ -127,23 +125,38 @@ class Service:
         self._log_ignored("unknown field", ask.ignored)
         if ask.model is not None and ask.model != served.name:
             self._log_ignored("unknown model name", [ask.model])
-        if served.engine.load().waiting + self._preparing >= self._max_waiting:
+        answers = min(ask.n, self._max_waiting)
+        if served.engine.load().waiting + self._preparing + answers > self._max_waiting:
             raise TooManyWaiting(
                 f"{self._max_waiting} requests are waiting already; try again in a moment",
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
-        self._preparing += 1
+        self._preparing += answers
         try:
             prompt = await self.off_loop(_prompt_ids, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
                 self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
             self.require_served()  # the server may have begun to go down meanwhile
-            generation = Generation(self, served, ask, _request(served, ask, prompt))
-            generation.submit()
+            id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+            generation = Generation(
+                id,
+                _requests(id, served, ask, prompt),
+                served,
+                ask,
+                keepalive_s=self.keepalive_s,
+                on_answer=self._ended,
+                on_landed=self._landed,
+            )
+            self._flights[id] = generation
+            try:
+                generation.submit()
+            except BaseException:
+                self._landed(generation)
+                raise
         finally:
-            self._preparing -= 1
+            self._preparing -= answers
         return generation
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
@@ -195,11 +208,18 @@ class Service:
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def landed(self, generation: Generation) -> None:
+    def _landed(self, generation: Generation) -> None:
         self._flights.pop(generation.id, None)
 
-    def took_off(self, generation: Generation) -> None:
-        self._flights[generation.id] = generation
+    def _ended(self, answer: Answer) -> None:
+        """Count and log an answer."""
+        assert answer.receipt is not None
+        assert answer.finish is not None
+        receipt = answer.receipt
+        if answer.finish != "abort":  # of an answer that was cut off nobody was told
+            receipt = replace(receipt, completion_tokens=answer.completion_tokens)
+        self.metrics.observe(answer.finish, receipt)
+        log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
     def _log_ignored(self, what: str, names: Iterable[str]) -> None:
         for name in names:
@@ -209,117 +229,6 @@ class Service:
         if line not in self._logged and len(self._logged) < _LINES_ONCE:
             self._logged.add(line)
             log.info("%s", line)
-
-
-class Generation:
-    """One request in flight: its text as it comes, then `finish`, `receipt` and `completion_tokens`.
-
-    Use as a context manager: leaving it before the end, for whatever reason, aborts the request in the engine."""
-
-    def __init__(self, service: Service, served: Served, ask: Ask, request: GenerationRequest) -> None:
-        self.id = request.id
-        self.finish: FinishReason | None = None
-        self.receipt: Receipt | None = None
-        self.error: str | None = None
-        self.completion_tokens = 0
-        self._service = service
-        self._engine = served.engine
-        self._request = request
-        self._text = TextStream(served.renderer, ask.stop)
-        self._read = False  # whether the text has been taken to its end, or nobody takes it any more
-        self._reported = False
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # bounded by max_tokens, which the context bounds
-
-    def submit(self) -> None:
-        self._engine.submit(self._request, self._on_event)
-        self._service.took_off(self)
-
-    def abort(self) -> None:
-        self._engine.abort(self.id)
-
-    async def pieces(self) -> AsyncIterator[str | None]:
-        """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed."""
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout(self._service.keepalive_s):
-                        event = await self._events.get()
-                except TimeoutError:
-                    yield None
-                    continue
-                if event.token is not None:
-                    self.completion_tokens += 1
-                    if text := self._text.push(event.token):
-                        yield text
-                    if self._text.stopped and event.finish is None:
-                        await self._stop()
-                        return
-                if event.finish is not None:
-                    break
-            if text := self._text.finish():
-                yield text
-            if self._text.stopped:
-                self.finish = "stop"
-        finally:
-            self._read = True
-            self._report()
-        if event.finish == "error":
-            raise GenerationFailed(event.error or "the engine failed", code="generation_failed")
-        if event.finish == "abort":
-            raise NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)
-
-    def usage(self) -> dict[str, Any]:
-        receipt = self.receipt or Receipt(len(self._request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
-        return usage_of(receipt, completion_tokens=self.completion_tokens)
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.receipt is None:
-            self.abort()
-        self._read = True
-        self._report()
-
-    def _report(self) -> None:
-        """Count and log the request, once, when the engine has ended it and its text is out: only then is it known how it
-        ended and how many tokens the client was told of, which may be fewer than the engine made behind a stop text."""
-        if self._reported or not self._read or self.receipt is None or self.finish is None:
-            return
-        self._reported = True
-        receipt = self.receipt
-        if self.finish != "abort":  # of an answer that was cut off nobody was told
-            receipt = replace(receipt, completion_tokens=self.completion_tokens)
-        self._service.metrics.observe(self.finish, receipt)
-        log.info("%s", _request_line(self.id, self.finish, receipt, self.error))
-
-    async def _stop(self) -> None:
-        """A stop text appeared: the engine need not go on, but its receipt says what was cached."""
-        self.finish = "stop"
-        self.abort()
-        with_receipt_by = self._loop.time() + RECEIPT_WAIT_S
-        while self.receipt is None and (left := with_receipt_by - self._loop.time()) > 0:
-            try:
-                async with asyncio.timeout(left):
-                    await self._events.get()
-            except TimeoutError:
-                return
-
-    def _on_event(self, event: TokenEvent) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._receive, event)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            self._service.landed(self)
-
-    def _receive(self, event: TokenEvent) -> None:
-        self._events.put_nowait(event)
-        if event.finish is not None:
-            self.finish = self.finish or event.finish
-            self.receipt = event.receipt
-            self.error = event.error
-            self._service.landed(self)
-            self._report()
 
 
 def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
@@ -341,18 +250,28 @@ def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
     return "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"
 
 
-def _request(served: Served, ask: Ask, prompt: tuple[int, ...]) -> GenerationRequest:
-    return served.request(
-        f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
-        prompt,
-        max_tokens=ask.max_tokens,
-        temperature=ask.temperature,
-        top_p=ask.top_p,
-        top_k=ask.top_k,
-        seed=ask.seed,
+def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> list[GenerationRequest]:
+    """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
+    param = "messages" if ask.kind == "chat" else "prompt"
+    first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=param)
+    ends: frozenset[int] = frozenset() if ask.ignore_eos else first.stop_ids
+    first = replace(
+        first,
+        stop_ids=ends | ask.stop_ids,
+        min_tokens=ask.min_tokens,
+        logprobs=ask.logprobs,
         salt=ask.salt,
-        prompt_param="messages" if ask.kind == "chat" else "prompt",
+        priority=ask.handling.priority,
+        session=ask.handling.session,
+        retention=ask.handling.retention,
     )
+    if ask.n == 1:
+        return [first]
+    seed = first.sampling.seed
+    return [
+        replace(first, id=f"{id}-{index}", sampling=replace(first.sampling, seed=None if seed is None else seed + index))
+        for index in range(ask.n)
+    ]
 
 
 def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error: str | None) -> str:

@@ -2,6 +2,8 @@
 
     role chunk · text chunks · finish reason · usage (when asked, no choices) · [DONE]
 
+Of several answers each has its own first three, in whatever order they come.
+
 While a long prompt is computed a comment goes out now and then, so that nothing in between gives up on the connection;
 clients skip comments. A failure after the first byte is a data event with an error object.
 """
@@ -14,8 +16,8 @@ from typing import Any
 import msgspec
 
 from headstart.api.errors import error_object
-from headstart.api.openai import Shape
-from headstart.api.service import Generation
+from headstart.api.generation import Generation
+from headstart.api.writing import Shape
 from headstart.errors import RequestError
 
 _DONE = b"data: [DONE]\n\n"
@@ -24,24 +26,23 @@ _KEEPALIVE = b": keep-alive\n\n"
 
 async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     """Yield the stream. Cancelled when the client goes away; whoever made the generation ends it."""
-    begun = False
+    begun: set[int] = set()
     try:
         async for piece in generation.pieces():
             if piece is None:
                 yield _KEEPALIVE
                 continue
             # The role goes out with the first text, not before: clients take the first chunk for the first token.
-            if not begun and (role := shape.role()):
+            if piece.index not in begun and (role := shape.role(piece.index)):
                 yield _event(role)
-            begun = True
-            yield _event(shape.text(piece))
+            begun.add(piece.index)
+            if piece.text or piece.told:
+                yield _event(shape.text(piece))
+            if piece.finish is not None:
+                yield _event(shape.finish(piece.index, piece.finish))
     except RequestError as error:
         yield _event(error_object(error))
         return
-    if not begun and (role := shape.role()):
-        yield _event(role)
-    assert generation.finish is not None
-    yield _event(shape.finish(generation.finish))
     if shape.include_usage:
         yield _event(shape.usage(generation.usage()))
     yield _DONE

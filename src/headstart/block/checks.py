@@ -6,7 +6,7 @@ A check is taken over representation ‖ key ‖ layer ‖ bytes, so right bytes
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,29 @@ def piece_check(*, algorithm: str, representation: bytes, key: bytes, layer: int
     Raises ExtentCorrupt(reason="algorithm") for an algorithm that this version does not know.
 
     For the boundary state `layer` is STATE_LAYER and `key` that of the extent's last block."""
-    if algorithm not in ALGORITHM_IDS:
-        raise ExtentCorrupt(f"check algorithm {algorithm!r} is unknown to this version", reason="algorithm")
-    check = xxhash.xxh3_128(representation + key + struct.pack("<I", layer))
-    for buffer in buffers:
-        check.update(flat(buffer))
-    digest: bytes = check.digest()
-    return digest
+    _require_known(algorithm)
+    return _check(representation + key + struct.pack("<I", layer), map(flat, buffers))
+
+
+def count_right(
+    checks: bytes,
+    *,
+    algorithm: str,
+    representation: bytes,
+    keys: Sequence[bytes],
+    layer: int,
+    pieces: Iterable[Iterable[memoryview]],
+) -> int:
+    """Return how many pieces of a layer, from the first on, are what their checks (one behind the other) say; otherwise as
+    `piece_check`, of flat buffers."""
+    _require_known(algorithm)
+    number = struct.pack("<I", layer)
+    at = 0
+    for key, buffers in zip(keys, pieces, strict=True):
+        if _check(representation + key + number, buffers) != checks[at : at + CHECK_BYTES]:
+            break
+        at += CHECK_BYTES
+    return at // CHECK_BYTES
 
 
 def header_check(header: memoryview, *, at: int) -> bytes:
@@ -51,3 +67,16 @@ def flat(buffer: Buffer) -> memoryview:
     if not view.nbytes:
         return memoryview(b"")  # cast() refuses a shape with a zero in it
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _require_known(algorithm: str) -> None:
+    if algorithm not in ALGORITHM_IDS:
+        raise ExtentCorrupt(f"check algorithm {algorithm!r} is unknown to this version", reason="algorithm")
+
+
+def _check(prefix: bytes, buffers: Iterable[memoryview]) -> bytes:
+    check = xxhash.xxh3_128(prefix)
+    for buffer in buffers:
+        check.update(buffer)
+    digest: bytes = check.digest()
+    return digest

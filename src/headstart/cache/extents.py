@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from headstart.block.extent import ALIGNMENT, ExtentLayout, layout_of, seal
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, block_extras
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, block_extras
 from headstart.block.representation import Representation
 from headstart.tier.base import Terms
 from headstart.transfer.buffers import Bytes, Staging, flat, gather, total_bytes
@@ -35,6 +35,10 @@ class Saved(Protocol):
     def shared_tokens(self) -> int: ...
     @property
     def terms(self) -> Terms: ...
+    @property
+    def states(self) -> Mapping[int, memoryview]: ...
+    @property
+    def contents(self) -> Sequence[Content]: ...
 
 
 class ExtentBuilder:
@@ -44,35 +48,43 @@ class ExtentBuilder:
         self.largest_bytes_per_token = 0  # seen so far
         self._representation = representation
         self._stagings: dict[int, Staging] = {}
-        # The smallest extent there can be; what a varying piece will be is not known before.
-        blocks = representation.blocks_per_piece
-        self.least_bytes = ALIGNMENT if representation.varies else layout_of(representation, blocks).extent_bytes
+
+    def least_bytes(self, *, state_bytes: int) -> int:
+        """Return the size of the smallest extent there can be; what a varying piece will be is not known before."""
+        if self._representation.varies:
+            return ALIGNMENT + state_bytes
+        return layout_of(self._representation, self._representation.blocks_per_piece, state_bytes=state_bytes).extent_bytes
 
     def build(
         self, saved: Saved, keys: Sequence[BlockKey], first: int, pieces: int, *, limit_bytes: int, slot: int = 0
     ) -> tuple[memoryview, int]:
         """Return the sealed image of the pieces from `first` on, and how many of `pieces` it holds: at least one, and no more
-        than fit into `limit_bytes`. `keys`: of all blocks of the prompt."""
+        than fit into `limit_bytes`. `keys`: of all blocks of the prompt. If it holds them all, and `saved` has a state that
+        stands behind them, that comes along."""
         representation, per_piece = self._representation, self._representation.blocks_per_piece
+        state = saved.states.get(first + pieces, memoryview(b""))
+        wanted_bytes = min(limit_bytes, EXTENT_BYTES + state.nbytes)
+        extras = self._extras(saved, first * per_piece, min(pieces * per_piece, _MAX_BLOCKS))
         views: list[list[list[memoryview]]] = []
         buffers: Bytes
         sizes = None
         if representation.varies:
-            views, sizes = self._varying(saved.source, first, pieces, min(limit_bytes, EXTENT_BYTES))
+            views, sizes = self._varying(saved.source, first, pieces, wanted_bytes - state.nbytes)
             count = sizes.shape[1]
         else:
-            count = self._count(pieces, min(limit_bytes, EXTENT_BYTES), saved.terms.retention)
-        blocks = range(first * per_piece, (first + count) * per_piece)
-        extras: tuple[bytes, ...] = ()
-        if saved.salt:
-            extras = tuple(
-                block_extras(block, salt=saved.salt, shared_tokens=saved.shared_tokens, contents=()) for block in blocks
+            count = self._count(
+                pieces, wanted_bytes, saved.terms.retention, state_bytes=state.nbytes, extras_bytes=sum(map(len, extras))
             )
+        if count < pieces:
+            state = memoryview(b"")
+        blocks = range(first * per_piece, (first + count) * per_piece)
+        extras = extras[: len(blocks)]
         layout = layout_of(
             representation,
             len(blocks),
             piece_bytes=sizes,
             extras_bytes=sum(map(len, extras)),
+            state_bytes=state.nbytes,
             retention=saved.terms.retention,
         )
         staging = self._stagings.get(slot) or self._stagings.setdefault(slot, Staging(f"save staging {slot}"))
@@ -84,6 +96,7 @@ class ExtentBuilder:
                 assert nbytes is not None
                 buffers = _buffers(saved.source, layer, first, [nbytes] * count)
             _copy(buffers, image, layout, layer, count)
+        gather([state], image[layout.state_offset : layout.state_offset + state.nbytes])
         seal(
             image,
             representation,
@@ -92,23 +105,40 @@ class ExtentBuilder:
             tokens=saved.tokens[blocks.start * BLOCK_TOKENS : blocks.stop * BLOCK_TOKENS],
             extras=extras if any(extras) else (),
             piece_bytes=sizes,
+            state_bytes=state.nbytes,
             created_ms=int(time.time() * 1000),
             retention=saved.terms.retention,
         )
         self.largest_bytes_per_token = max(
-            self.largest_bytes_per_token, -(-layout.extent_bytes // (count * representation.piece_tokens))
+            self.largest_bytes_per_token,
+            -(-(layout.extent_bytes - state.nbytes) // (count * representation.piece_tokens)),
         )
         return image, count
 
-    def _count(self, pieces: int, limit_bytes: int, retention: str) -> int:
-        """Return how many pieces to take so that `pieces` of them go into as few extents as the limit allows, evenly long."""
+    def _extras(self, saved: Saved, first: int, blocks: int) -> tuple[bytes, ...]:
+        """Return the extras of so many blocks from `first` on; none where all are empty."""
+        if not (saved.salt or saved.contents):
+            return ()
+        extras = tuple(
+            block_extras(block, salt=saved.salt, shared_tokens=saved.shared_tokens, contents=saved.contents)
+            for block in range(first, first + blocks)
+        )
+        return extras if any(extras) else ()
+
+    def _count(self, pieces: int, limit_bytes: int, retention: str, *, state_bytes: int, extras_bytes: int) -> int:
+        """Return how many pieces to take so that `pieces` of them, and the state behind them, go into as few extents as the
+        limit allows, evenly long."""
         per_piece = self._representation.blocks_per_piece
         most = min(pieces, max(1, _MAX_BLOCKS // per_piece))
         while most > 1:
-            extent_bytes = layout_of(self._representation, most * per_piece, retention=retention).extent_bytes
+            blocks = most * per_piece
+            extent_bytes = layout_of(
+                self._representation, blocks, state_bytes=state_bytes, extras_bytes=extras_bytes, retention=retention
+            ).extent_bytes
             if extent_bytes <= limit_bytes:
                 break
-            most = max(1, min(most - 1, most * limit_bytes // extent_bytes))
+            room, taken = limit_bytes - state_bytes, extent_bytes - state_bytes
+            most = max(1, min(most - 1, most * room // taken))
         extents = -(-pieces // most)
         return -(-pieces // extents)
 

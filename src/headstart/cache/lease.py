@@ -10,15 +10,19 @@ from itertools import groupby
 from threading import Lock
 from types import TracebackType
 
+from headstart.block.extent import layout_of
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.cache.faults import counted
-from headstart.cache.lookup import Run, part_of
+from headstart.cache.finding import Found
+from headstart.cache.lookup import Boundary, Run, part_of
 from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
 from headstart.transfer.load import KVView, Load, lost_load
 from headstart.transfer.plan import Prompt, Span
 from headstart.transfer.span import start_reading
+from headstart.transfer.state import StateSpan
 
 _WRONG = {"corrupt", "stale"}  # what the extent says will not get better
 _FAILED = {"read", "collision", "gone"}
@@ -37,31 +41,31 @@ class Stretch:
 
 class Lease:
     """The longest stored prefix of a prompt, protected from eviction until `release()` (twice is fine; also a context
-    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss."""
+    manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss. Where the representation needs a
+    boundary state, one stands behind them."""
 
     def __init__(
         self,
         sources: Sequence[Source],
-        runs: Sequence[Run],
+        found: Found,
         prompt: Prompt,
         *,
-        held: dict[int, list[ExtentId]],
         timeout_s: float,
         counters: Counters,
         note_use: Callable[[Source, Sequence[ExtentId]], None],
     ) -> None:
-        """`held`: extents that are under this lease, by source number; exactly those are released. `note_use` is called with
-        what a load read from each source, and must not do I/O."""
-        self.tokens = sum(run.pieces for run in runs) * prompt.representation.piece_tokens
+        """`note_use` is called with what a load read from each source, and must not do I/O."""
+        self.tokens = sum(run.pieces for run in found.runs) * prompt.representation.piece_tokens
         self._sources = sources
-        self._runs = runs
+        self._runs = found.runs
+        self._boundary = found.boundary
         self._prompt = prompt
         self._timeout_s = timeout_s
         self._counters = counters
         self._note_use = note_use
         self._pid = os.getpid()
         self._lock = Lock()
-        self._held = held
+        self._held = found.held
         self._claimed: list[tuple[int, int]] = []  # pieces that loads were given for
         self._loads = 0  # under way
         self._released = False
@@ -70,6 +74,20 @@ class Lease:
     def stretches(self) -> tuple[Stretch, ...]:
         """What matched, in the order of the prompt: what there is to know before anything is read."""
         return tuple(self._stretch(number, list(runs)) for number, runs in groupby(self._runs, key=lambda run: run.tier))
+
+    @property
+    def state_bytes(self) -> int:
+        """About how many bytes the boundary state has that comes beside the stretches, 0 where there is none."""
+        boundary, representation = self._boundary, self._prompt.representation
+        if boundary is None:
+            return 0
+        source = self._sources[boundary.tier]
+        with counted(source.counters, source.tier, "shape"):
+            shape = source.tier.shape(boundary.extent)
+            if shape is not None and not representation.varies:
+                layout = layout_of(representation, shape.blocks)
+                return (shape.extent_bytes - shape.header_bytes) - (layout.extent_bytes - layout.header_bytes)
+        return 0
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:
@@ -94,13 +112,18 @@ class Lease:
         callbacks; what one of them says counts from its first token. Those that were started first are read first. In a
         forked child nothing comes.
 
+        Where there is a boundary state, a load that reaches the end of the match brings it, also one of no tokens, and any of
+        them is good as a whole or not at all.
+
         Raises ValueError for a range that cuts a piece, goes beyond the match, or overlaps with an earlier load's, and after
         the release."""
         first, pieces = self._range(first_tokens, self.tokens if end_tokens is None else end_tokens)
         runs = part_of(self._runs, first, pieces)
         names = [(self._sources[run.tier].tier.name, run.pieces) for run in runs]
+        last = first + pieces == self.tokens // self._prompt.representation.piece_tokens
+        boundary = self._boundary if last else None
         if os.getpid() != self._pid:
-            return lost_load(names, self._prompt.representation)
+            return lost_load(names, self._prompt.representation, with_state=boundary is not None)
         with self._lock:
             if self._released:
                 raise ValueError("this lease was released; match again before loading")
@@ -115,10 +138,12 @@ class Lease:
             names,
             representation=self._prompt.representation,
             timeout_s=self._timeout_s,
-            settle=partial(self._settle, runs=runs),
+            settle=partial(self._settle, runs=runs, boundary=boundary),
             first_piece=first,
+            with_state=boundary is not None,
         )
-        start_reading(load, [self._span(run) for run in runs], self._prompt.part(first, pieces), into)
+        state = None if boundary is None else self._state_span(boundary)
+        start_reading(load, [self._span(run) for run in runs], self._prompt.part(first, pieces), into, state=state)
         return load
 
     def release(self) -> None:
@@ -164,21 +189,32 @@ class Lease:
         extents = len({run.extent for run in runs})
         return Stretch(source.tier.name, pieces * representation.piece_tokens, nbytes, extents)
 
-    def _settle(self, load: Load, *, runs: Sequence[Run]) -> None:
+    def _state_span(self, boundary: Boundary) -> StateSpan:
+        source = self._sources[boundary.tier]
+        blocks = boundary.pieces * self._prompt.representation.blocks_per_piece
+        tokens = self._prompt.tokens[(blocks - 1) * BLOCK_TOKENS : blocks * BLOCK_TOKENS]
+        extent = boundary.extent
+        return StateSpan(source.tier, source.pool_of(extent), extent, self._prompt.keys[blocks - 1], tokens)
+
+    def _settle(self, load: Load, *, runs: Sequence[Run], boundary: Boundary | None) -> None:
         """Count what the load brought, avoid what failed, have the use noted. Called once, when no read is under way any more,
         and before anyone is told so: nothing here waits for a medium's writes."""
         good_pieces = load.usable_tokens // load.representation.piece_tokens
-        for tier, tokens in load.tokens_by_tier.items():
-            self._counters.add(f"loaded_tokens_{tier}", tokens)
-        for reason, number in dict.fromkeys((fault.reason, fault.source) for fault in load.faults):
+        # What was read, by the number under which faults are told: the state comes last.
+        places = [(run.tier, run.extent) for run in runs]
+        good = [place for place, run in zip(places, runs, strict=True) if run.start < good_pieces]
+        if boundary is not None:
+            places.append((boundary.tier, boundary.extent))
+            good += [] if load.faults else places[-1:]
+        for name, tokens in load.tokens_by_tier.items():
+            self._counters.add(f"loaded_tokens_{name}", tokens)
+        # A header that is wrong fails both what is read behind it and the state.
+        for reason, (tier, extent) in dict.fromkeys((fault.reason, places[fault.source]) for fault in load.faults):
             self._counters.add(f"load_failed_{reason}")
             if reason in _WRONG | _FAILED:
-                run = runs[number]
-                self._sources[run.tier].quarantine.avoid(run.extent, for_good=reason in _WRONG)
-        for number, source in enumerate(self._sources):
-            read = [run for run in runs if run.tier == number]
-            if read:
-                self._note_use(source, list(dict.fromkeys(run.extent for run in read if run.start < good_pieces)))
+                self._sources[tier].quarantine.avoid(extent, for_good=reason in _WRONG)
+        for number in dict.fromkeys(tier for tier, _ in places):
+            self._note_use(self._sources[number], list(dict.fromkeys(extent for tier, extent in good if tier == number)))
         with self._lock:
             self._loads -= 1
             held = self._take_held() if self._released and not self._loads else {}
@@ -195,9 +231,9 @@ class Lease:
 
 def _share(source: Source, run: Run, representation: Representation) -> int:
     """Return how many bytes the pieces of a run have, if all of its extent were equally large."""
-    with counted(source.counters, source.tier, "info"):
-        info = source.tier.info(run.extent)
-        if info is not None:
-            pieces = info.blocks // representation.blocks_per_piece
-            return (info.extent_bytes - info.header_bytes) * run.pieces // pieces
+    with counted(source.counters, source.tier, "shape"):
+        shape = source.tier.shape(run.extent)
+        if shape is not None:
+            pieces = shape.blocks // representation.blocks_per_piece
+            return (shape.extent_bytes - shape.header_bytes) * run.pieces // pieces
     return 0

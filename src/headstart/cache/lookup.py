@@ -18,10 +18,12 @@ from headstart.tier.base import ExtentId, Placement
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where each piece lies in one tier: `extents[i]` is an ExtentId or -1, `firsts[i]` the piece's place in it."""
+    """Where each piece lies in one tier: `extents[i]` is an ExtentId or -1, `firsts[i]` the piece's place in it; `states[i]` is
+    an extent that ends with the piece and carries a boundary state, or -1 (None: there is none anywhere)."""
 
     extents: npt.NDArray[np.int64]
     firsts: npt.NDArray[np.int64]
+    states: npt.NDArray[np.int64] | None = None
 
     def leading(self) -> int:
         """Return how many pieces from the first on are present."""
@@ -30,6 +32,22 @@ class Pieces:
     def extents_in_order(self) -> list[ExtentId]:
         """Return every extent that holds a piece, once, in the order of the prompt."""
         return [ExtentId(extent) for extent in dict.fromkeys(self.extents.tolist()) if extent >= 0]
+
+    def state_behind(self, pieces: int) -> ExtentId | None:
+        """Return the extent that carries the state behind so many pieces."""
+        found = -1 if self.states is None or not pieces else int(self.states[pieces - 1])
+        return None if found < 0 else ExtentId(found)
+
+    def without(self, excluded: Sequence[int]) -> Pieces:
+        """Return the same with what lies in `excluded` extents absent."""
+        if not len(excluded):
+            return self
+        extents, states = (
+            None if column is None else np.where(np.isin(column, np.asarray(excluded, np.int64)), -1, column)
+            for column in (self.extents, self.states)
+        )
+        assert extents is not None
+        return Pieces(extents, self.firsts, states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,15 @@ class Run:
     extent: ExtentId
     first: int
     start: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A state behind the first `pieces` pieces of a prompt: `extent` of tier number `tier` carries it at its end."""
+
+    tier: int
+    extent: ExtentId
     pieces: int
 
 
@@ -55,9 +82,8 @@ def pieces_of(placement: Placement, *, blocks_per_piece: int, excluded: Sequence
         whole = (by_piece == by_piece[:, :1]).all(axis=1)
         whole &= (positions == firsts[:, None] * blocks_per_piece + np.arange(blocks_per_piece)).all(axis=1)
         extents = np.where(whole, by_piece[:, 0], -1).astype(np.int64)
-    if len(excluded):
-        extents[np.isin(extents, np.asarray(excluded, np.int64))] = -1
-    return Pieces(extents, firsts)
+    states = None if placement.states is None else placement.states[blocks_per_piece - 1 :: blocks_per_piece]
+    return Pieces(extents, firsts, states).without(excluded)
 
 
 def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
@@ -88,6 +114,20 @@ def longest_prefix(tiers: Sequence[tuple[int, Pieces]]) -> list[Run]:
     ]
 
 
+def last_boundary(tiers: Sequence[tuple[int, Pieces]], *, within: int) -> Boundary | None:
+    """Return the latest state that stands behind at most `within` pieces of a prompt, from the first of `tiers` that has it."""
+    count = max((len(pieces.extents) for _, pieces in tiers), default=0)
+    best: Boundary | None = None
+    for number, pieces in tiers:
+        if pieces.states is None:
+            continue
+        start = count - len(pieces.states)
+        some = np.flatnonzero(pieces.states[: max(0, within - start)] >= 0)
+        if len(some) and (best is None or start + int(some[-1]) + 1 > best.pieces):
+            best = Boundary(number, ExtentId(int(pieces.states[some[-1]])), start + int(some[-1]) + 1)
+    return best
+
+
 def part_of(runs: Sequence[Run], first: int, pieces: int) -> list[Run]:
     """Return what of `runs` lies in the `pieces` pieces from `first` on, with starts that count from there."""
     parts = []
@@ -98,13 +138,13 @@ def part_of(runs: Sequence[Run], first: int, pieces: int) -> list[Run]:
     return parts
 
 
-def absent_runs(present: Sequence[npt.NDArray[np.bool_]]) -> Iterator[tuple[int, int, list[int]]]:
+def absent_runs(present: Sequence[npt.NDArray[np.bool_]], *, cuts: Sequence[int] = ()) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (first, pieces, tiers) for consecutive pieces that the same tiers lack, in the order of the prompt.
 
-    `present[t][i]`: piece i is in tier number t."""
+    `present[t][i]`: piece i is in tier number t. `cuts`: behind so many pieces a run ends in any case."""
     lacks = ~np.stack(present)  # [tiers, pieces]
     edges = np.flatnonzero((lacks[:, 1:] != lacks[:, :-1]).any(axis=0)) + 1
-    bounds = [0, *edges.tolist(), lacks.shape[1]]
+    bounds = sorted({0, *edges.tolist(), *cuts, lacks.shape[1]})
     for first, end in pairwise(bounds):
         tiers = np.flatnonzero(lacks[:, first]).tolist() if end > first else []
         if tiers:

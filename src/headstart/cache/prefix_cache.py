@@ -17,30 +17,31 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import Buffer, flat
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain, chain_keys, token_bytes
+from headstart.block.keys import BLOCK_TOKENS, Content, chain, chain_keys, token_bytes
 from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
 from headstart.cache.faults import counted
+from headstart.cache.finding import Finder, Found
 from headstart.cache.lease import Lease
-from headstart.cache.lookup import Pieces, Run, longest_prefix, pieces_of
 from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
 from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, Problem, Terms, Tier, TierStatistics
+from headstart.tier.base import Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.plan import Prompt
 
-__all__ = ["CacheStatistics", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
+__all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class PrefixCache:
         self._closed = False
         self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
+        self._finder = Finder(self._sources, representation, longest_read_s=load_timeout_s, counters=self._counters)
         self._saver = Saver(
             self._sources,
             representation,
@@ -99,11 +101,14 @@ class PrefixCache:
         shared_tokens: int = 0,
         identity: Identity | None = None,
         leave: int = 1,
+        contents: Sequence[Content] = (),
     ) -> Lease:
-        """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life.
+        """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life. Where
+        the representation needs a boundary state, the prefix ends at the latest one that is stored.
 
         `leave`: tokens at the end that must not match, because the engine has to compute them; 0 where `tokens` is a prefix
-        that others follow.
+        that others follow. `contents`: images or sounds that stand behind placeholder tokens, each by position and digest;
+        `salt` and `shared_tokens` as in `chain_keys`.
 
         131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
         _require_shared(shared_tokens)
@@ -114,21 +119,21 @@ class PrefixCache:
         pieces = max(0, len(prompt_tokens) - leave) // self.representation.piece_tokens
         root = self._root if identity is None else identity.root()
         # Without a salt straight from the bytes: the detour over an array would copy them once more.
-        keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens) if salt else chain(root, data)
+        if salt or contents:
+            keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens, contents=contents)
+        else:
+            keys = chain(root, data)
         keys = keys[: pieces * self.representation.blocks_per_piece]
         prompt_tokens = prompt_tokens[: len(keys) * BLOCK_TOKENS]
-        runs: list[Run] = []
-        held: dict[int, list[ExtentId]] = {}
+        found = Found()
         if not self._forked:
-            deadline = time.monotonic() + self._match_timeout_s
-            runs = longest_prefix(self._locate(keys, deadline)) if keys and not self._closed else []
-            runs, held = self._protect(runs, deadline)
-            self._count_match(runs, asked=len(prompt_tokens))
+            if not self._closed:
+                found = self._finder.find(keys, deadline=time.monotonic() + self._match_timeout_s)
+            self._count_match(found, asked=len(prompt_tokens))
         return Lease(
             self._sources,
-            runs,
+            found,
             Prompt(self.representation, self._digest, keys, prompt_tokens),
-            held=held,
             timeout_s=self._load_timeout_s,
             counters=self._counters,
             note_use=self._saver.note_use,
@@ -145,15 +150,24 @@ class PrefixCache:
         retention: str = "default",
         tenant: str = "",
         session: str = "",
+        states: Mapping[int, Buffer] | None = None,
+        contents: Sequence[Content] = (),
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
-        (`ticket.add_done_callback(region.release)`). Raises ValueError for what can never be saved: a `retention` that is no
-        name of 1 to 64 printable bytes, negative `shared_tokens`. `tenant`: whose quota it counts towards; `session`: the
-        conversation it belongs to, by any name (`Terms`)."""
+        (`ticket.add_done_callback(region.release)`). `tenant`: whose quota it counts towards; `session`: the conversation it
+        belongs to, by any name (`Terms`); `contents` as in `match`.
+
+        `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
+        (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
+
+        Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, negative
+        `shared_tokens`, states where none belong, or none where tokens would be kept that are of no use without."""
         encode_retention(retention)
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
         whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
+        by_piece = self._states_by_piece(states or {}, whole)
+        whole = max(by_piece) * self.representation.piece_tokens if by_piece else whole
         if self._forked:
             ticket = Ticket()
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason="forked"))
@@ -171,6 +185,8 @@ class PrefixCache:
                     salt=salt,
                     shared_tokens=shared_tokens,
                     terms=Terms(retention, tenant, session),
+                    states=by_piece,
+                    contents=tuple(contents),
                 )
             )
         ticket.add_done_callback(lambda _: self._counters.add("saves_done"))  # save_calls less this are under way
@@ -228,57 +244,37 @@ class PrefixCache:
     def _forked(self) -> bool:
         return os.getpid() != self._pid
 
-    def _locate(self, keys: Sequence[BlockKey], deadline: float) -> list[tuple[int, Pieces]]:
-        """Ask the tiers where the pieces lie, each only from the first piece on that no faster one has."""
-        per_piece = self.representation.blocks_per_piece
-        total = len(keys) // per_piece
-        found: list[tuple[int, Pieces]] = []
-        covered = np.zeros(total, np.bool_)
-        for number, source in enumerate(self._sources):
-            if source.hangs(self._load_timeout_s):
-                self._counters.add(f"match_skipped_{source.tier.name}")  # its answers come never, or too late
-                continue
-            start = int(np.argmin(covered))
-            if covered[start]:
-                break
-            placement = source.locate(
-                self._digest, keys[start * per_piece :], deadline=deadline, longest_read_s=self._load_timeout_s
-            )
-            if placement is not None:
-                pieces = pieces_of(placement, blocks_per_piece=per_piece, excluded=source.quarantine.avoided())
-                found.append((number, pieces))
-                covered[start:] |= pieces.extents >= 0
-        return found
+    def _states_by_piece(self, states: Mapping[int, Buffer], whole_tokens: int) -> dict[int, memoryview]:
+        """Return flat states by how many pieces they stand behind, in the order of the prompt."""
+        step = self.representation.piece_tokens
+        if self.representation.state == "none":
+            if states:
+                raise ValueError("boundary states were given, but blocks of this representation are of use by themselves")
+            return {}
+        if whole_tokens and not states:
+            raise ValueError("blocks of this representation are of no use without a boundary state; give one, or do not save")
+        found = {tokens: flat(states[tokens]) for tokens in sorted(states)}
+        for tokens, state in found.items():
+            if tokens % step or not 0 < tokens <= whole_tokens or not state.nbytes:
+                raise ValueError(
+                    f"a boundary state of {state.nbytes} bytes behind {tokens} tokens cannot be kept; give at least a byte, "
+                    f"behind whole pieces of {step} within the {whole_tokens} tokens that are saved"
+                )
+        return {tokens // step: state for tokens, state in found.items()}
 
-    def _protect(self, runs: Sequence[Run], deadline: float) -> tuple[list[Run], dict[int, list[ExtentId]]]:
-        """Lease every extent of `runs`; those that are gone by now shorten the match. Return what is left and what is held."""
-        held: dict[int, list[ExtentId]] = {}
-        gone: set[tuple[int, ExtentId]] = set()
-        for number in dict.fromkeys(run.tier for run in runs):
-            extents = list(dict.fromkeys(run.extent for run in runs if run.tier == number))
-            kept = self._sources[number].lease(extents, deadline=deadline)
-            held[number] = [extent for extent, ok in zip(extents, kept, strict=True) if ok]
-            gone |= {(number, extent) for extent, ok in zip(extents, kept, strict=True) if not ok}
-        if not gone:
-            return list(runs), held
-        good = list(runs[: next(i for i, run in enumerate(runs) if (run.tier, run.extent) in gone)])
-        needed = {(run.tier, run.extent) for run in good}
-        for number, extents in held.items():
-            self._sources[number].release([extent for extent in extents if (number, extent) not in needed])
-            held[number] = [extent for extent in extents if (number, extent) in needed]
-        return good, held
-
-    def _count_match(self, runs: Sequence[Run], *, asked: int) -> None:
+    def _count_match(self, found: Found, *, asked: int) -> None:
         self._counters.add("match_calls")
         self._counters.add("match_asked_tokens", asked)
         pieces: dict[int, int] = {}
-        for run in runs:
+        for run in found.runs:
             pieces[run.tier] = pieces.get(run.tier, 0) + run.pieces
         for number, count in pieces.items():
             name = self._sources[number].tier.name
             self._counters.add(f"matched_tokens_{name}", count * self.representation.piece_tokens)
-        if not runs:
-            reason = "closed" if self._closed else "absent" if asked else "short"
+        if found.beyond:
+            self._counters.add("match_beyond_state_tokens", found.beyond * self.representation.piece_tokens)
+        if not found.runs:
+            reason = "closed" if self._closed else "state" if found.beyond else "absent" if asked else "short"
             self._counters.add(f"match_missed_{reason}")
 
 

@@ -165,6 +165,12 @@ class Prefixes:
         followers = np.flatnonzero(self._before == extent).tolist()
         return max((int(self._before_position[i]) + 1 for i in followers if i not in without), default=0)
 
+    def states_of(self, extents: Collection[int]) -> set[int]:
+        """Return the extents that carry a boundary state behind a block of `extents`, and lie aside since all their blocks are
+        found in those."""
+        aside = np.flatnonzero(self._stem != NONE).tolist()
+        return {i for i in aside if self.extents[i].state and int(self._stem[i]) in extents}
+
     def order(self, extents: Iterable[int]) -> list[int]:
         """Return extents so that each comes behind the one that it runs on from."""
         wanted = set(extents)

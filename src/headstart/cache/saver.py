@@ -12,23 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from threading import Condition, Thread
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.block.keys import BlockKey, chain_keys
+from headstart.block.keys import BlockKey, Content, chain_keys
 from headstart.block.representation import Representation
 from headstart.cache.budget import WriteBudget
 from headstart.cache.extents import ExtentBuilder
 from headstart.cache.faults import counted
-from headstart.cache.lookup import Pieces, absent_runs, pieces_of
+from headstart.cache.lookup import Pieces, absent_runs, last_boundary, pieces_of
 from headstart.cache.source import Source
 from headstart.cache.ticket import SaveResult, Ticket
 from headstart.metrics import Counters
@@ -46,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more."""
+    """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more.
+    `states`: by how many pieces they stand behind, in that order; one stands behind all, or there are none."""
 
     tokens: npt.NDArray[np.uint32]
     source: KVView
@@ -54,6 +53,8 @@ class SaveRequest:
     salt: str | bytes | None
     shared_tokens: int
     terms: Terms
+    states: Mapping[int, memoryview] = field(default_factory=dict)
+    contents: Sequence[Content] = ()
 
 
 class Saver:
@@ -93,6 +94,7 @@ class Saver:
         """Queue a save, or return a ticket that is done already, with the reason."""
         ticket = Ticket()
         nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._builder.largest_bytes_per_token)
+        nbytes += sum(state.nbytes for state in request.states.values())
         with self._condition:
             full = len(self._queue) >= _MAX_WAITING or self._held_bytes + nbytes > self._queue_bytes
             if self._closing:
@@ -190,36 +192,50 @@ class Saver:
             source.quarantine.delete_corrupt()
 
     def _save(self, request: SaveRequest) -> SaveResult:
-        keys = chain_keys(request.tokens, root=request.root, salt=request.salt, shared_tokens=request.shared_tokens)
+        keys = chain_keys(
+            request.tokens,
+            root=request.root,
+            salt=request.salt,
+            shared_tokens=request.shared_tokens,
+            contents=request.contents,
+        )
+        state_bytes = max((state.nbytes for state in request.states.values()), default=0)
         targets = [_Target(source) for source in self._sources]
         try:
             for target in targets:
                 target.quarantine.delete_corrupt()  # what was noted before, but could not be deleted then
-                if target.tier.max_extent_bytes(self._representation) < self._builder.least_bytes:
+                least_bytes = self._builder.least_bytes(state_bytes=state_bytes)
+                if target.tier.max_extent_bytes(self._representation, state_bytes=state_bytes) < least_bytes:
                     target.reason = "too-large"  # or it would cut every extent to one piece for the others
-            present = [self._hold(target, keys) >= 0 for target in targets]
-            admitted = [self._admit(target, keys, there, request.terms) for target, there in zip(targets, present, strict=True)]
+            present = [self._hold(target, keys, request.states) >= 0 for target in targets]
+            admitted = [self._admit(target, keys, there, request) for target, there in zip(targets, present, strict=True)]
             written_bytes = 0
-            for first, pieces, lacking in absent_runs(admitted):
+            for first, pieces, lacking in absent_runs(admitted, cuts=list(request.states)):
                 written_bytes += self._save_run(request, keys, first, pieces, [targets[number] for number in lacking])
-            return self._conclude(targets, keys, request.terms, written_bytes)
+            return self._conclude(targets, keys, request, written_bytes)
         finally:
             for target in targets:
                 with counted(self._counters, target.tier, "release"):
                     target.tier.release(target.held)
 
     def _admit(
-        self, target: _Target, keys: Sequence[BlockKey], present: npt.NDArray[np.bool_], terms: Terms
+        self, target: _Target, keys: Sequence[BlockKey], present: npt.NDArray[np.bool_], request: SaveRequest
     ) -> npt.NDArray[np.bool_]:
         """Return `present` with the pieces that are not worth a write today called present too."""
         representation = self._representation
+        piece_bytes = (representation.bytes_per_token or self._builder.largest_bytes_per_token) * representation.piece_tokens
+        lacking_bytes = sum(state.nbytes for pieces, state in request.states.items() if not present[pieces - 1])
+        if lacking_bytes:
+            piece_bytes += lacking_bytes // int(np.count_nonzero(~present))
         limit = self._budget.limit(
             target.source,
             keys[representation.blocks_per_piece - 1 :: representation.blocks_per_piece],
             present,
-            piece_bytes=(representation.bytes_per_token or self._builder.largest_bytes_per_token) * representation.piece_tokens,
-            session=terms.session,
+            piece_bytes=piece_bytes,
+            session=request.terms.session,
         )
+        if request.states and limit < len(present):  # what has no state behind it is of no use
+            limit = max((pieces for pieces in request.states if pieces <= limit), default=0)
         if limit == len(present):
             return present
         dropped = int(np.count_nonzero(~present[limit:])) * representation.piece_tokens
@@ -230,20 +246,19 @@ class Saver:
     def _save_run(
         self, request: SaveRequest, keys: Sequence[BlockKey], first: int, pieces: int, targets: Sequence[_Target]
     ) -> int:
-        """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them; return bytes.
+        """Write `pieces` pieces from `first` on, as one or more extents, to those of `targets` that take them, the last extent
+        with the state that stands behind it; return bytes.
 
-        As many extents are under way as a tier has devices: they are written side by side, and only their images are built one
-        after the other. What was not taken is known so many extents later."""
+        While one is written the image of the next is built. On several devices as many are written side by side as
+        `writes_at_once` says, and what was not taken is known so many extents later."""
         written_bytes = 0
         per_piece = self._representation.blocks_per_piece
         end = first + pieces
-        under_way: deque[_Writing] = deque()
-        depth = max(target.source.writes_at_once for target in targets)
-        with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(depth, "save-write")) if depth > 1 else None
-            for number in count():
-                while under_way and (len(under_way) == depth or first == end):
-                    written_bytes += self._end_write(under_way.popleft())
+        under_way: list[_Writing] = []
+        at_once = max(target.source.writes_at_once for target in targets)
+        free = list(range(at_once + 1))  # slots for images
+        try:
+            while True:
                 self._take_notes()  # else a long save would evict what was used meanwhile
                 if self._stop:
                     for target in targets:
@@ -251,17 +266,27 @@ class Saver:
                 takers = [target for target in targets if target.reason is None]
                 if first == end or not takers:
                     break
-                limit_bytes = min(target.tier.max_extent_bytes(self._representation) for target in takers)
-                image, taken = self._builder.build(
-                    request, keys, first, end - first, limit_bytes=limit_bytes, slot=number % depth
+                state_bytes = request.states[end].nbytes if end in request.states else 0
+                limit_bytes = min(
+                    target.tier.max_extent_bytes(self._representation, state_bytes=state_bytes) for target in takers
                 )
-                position = first * per_piece
-                write = partial(self._write, image, takers, request.terms)
-                reasons = pool.submit(write) if pool else _done(write())
-                under_way.append(_Writing(takers, keys[position : position + taken * per_piece], image.nbytes, reasons))
+                slot = free.pop()
+                image, taken = self._builder.build(request, keys, first, end - first, limit_bytes=limit_bytes, slot=slot)
+                if len(under_way) == at_once:  # whichever ends first: a fast device must not wait for a slow one
+                    wait([writing.reasons for writing in under_way], return_when=FIRST_COMPLETED)
+                    ended = under_way.pop(next(i for i, writing in enumerate(under_way) if writing.reasons.done()))
+                    free.append(ended.slot)
+                    written_bytes += self._end_write(ended)
+                takers = [target for target in takers if target.reason is None]
+                block_keys = keys[first * per_piece : (first + taken) * per_piece]
+                reasons = _in_thread(partial(self._write, image, takers, request.terms))
                 first += taken
-            for writing in under_way:
-                written_bytes += self._end_write(writing)
+                with_state = (taken,) if first == end and end in request.states else ()
+                under_way.append(_Writing(takers, block_keys, with_state, image.nbytes, slot, reasons))
+            while under_way:
+                written_bytes += self._end_write(under_way.pop(0))
+        finally:
+            wait([writing.reasons for writing in under_way])  # before anything is built where their images are
         return written_bytes
 
     def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms) -> list[str]:
@@ -278,7 +303,8 @@ class Saver:
         """Wait for an extent to be written, protect it, and return the bytes that were."""
         written_bytes = 0
         for target, reason in zip(writing.targets, writing.reasons.result(), strict=True):
-            if reason in _STORED and (self._hold(target, writing.keys) < 0).any() and reason == "present":
+            there = reason in _STORED and bool((self._hold(target, writing.keys, writing.states) >= 0).all())
+            if reason == "present" and not there:
                 reason = "error"  # there, but only in what is corrupt and could not be deleted
             if reason == "written":
                 written_bytes += writing.nbytes
@@ -286,16 +312,18 @@ class Saver:
                 target.reason = reason  # what follows is this prompt's tail: this tier goes without it
         return written_bytes
 
-    def _hold(self, target: _Target, keys: Sequence[BlockKey]) -> npt.NDArray[np.int64]:
-        """Lease the extents in which the pieces of `keys` lie; return them, -1 where a piece is absent."""
+    def _hold(self, target: _Target, keys: Sequence[BlockKey], states: Iterable[int]) -> npt.NDArray[np.int64]:
+        """Lease the extents in which the pieces of `keys` lie, and those that carry the states behind so many of them; return
+        the former, -1 where a piece is absent, or the last one before a state that is."""
         pieces = self._locate(target, keys)
-        extents = pieces.extents_in_order()
+        extents = _extents_of(pieces, states)
         with counted(self._counters, target.tier, "lease"):
             kept = target.tier.lease(extents)
             target.held += [extent for extent, ok in zip(extents, kept, strict=True) if ok]
-            gone = [extent for extent, ok in zip(extents, kept, strict=True) if not ok]
-            pieces.extents[np.isin(pieces.extents, gone)] = -1
-        return pieces.extents
+            pieces = pieces.without([extent for extent, ok in zip(extents, kept, strict=True) if not ok])
+        found = pieces.extents.copy()
+        found[[behind - 1 for behind in states if pieces.state_behind(behind) is None]] = -1
+        return found
 
     def _locate(self, target: _Target, keys: Sequence[BlockKey]) -> Pieces:
         per_piece = self._representation.blocks_per_piece
@@ -305,17 +333,23 @@ class Saver:
         nowhere = np.full(len(keys) // per_piece, -1, np.int64)
         return Pieces(nowhere, nowhere)
 
-    def _conclude(self, targets: Sequence[_Target], keys: Sequence[BlockKey], terms: Terms, written_bytes: int) -> SaveResult:
+    def _conclude(
+        self, targets: Sequence[_Target], keys: Sequence[BlockKey], request: SaveRequest, written_bytes: int
+    ) -> SaveResult:
         """Note the use of what the prompt consists of now, heads last, have all of it kept on these terms, and say how much."""
         leading = []
         for target in targets:
             pieces = self._locate(target, keys)
-            leading.append(pieces.leading() * self._representation.piece_tokens)
-            extents = pieces.extents_in_order()
+            there = pieces.leading()
+            if request.states:
+                boundary = last_boundary([(0, pieces)], within=there)
+                there = 0 if boundary is None else boundary.pieces
+            leading.append(there * self._representation.piece_tokens)
+            extents = _extents_of(pieces, request.states)
             with counted(self._counters, target.tier, "touch"):
                 target.tier.touch(extents)
             with counted(self._counters, target.tier, "keep"):
-                target.tier.keep(extents, terms)
+                target.tier.keep(extents, request.terms)
         takes = [number for number, target in enumerate(targets) if target.reason is None]
         refused = [reason for target in targets if (reason := target.reason or target.refused) is not None]
         return SaveResult(
@@ -331,13 +365,29 @@ class _Writing:
 
     targets: Sequence[_Target]
     keys: Sequence[BlockKey]
+    states: tuple[int, ...]  # behind how many of its pieces
     nbytes: int
+    slot: int
     reasons: Future[list[str]]
 
 
-def _done(reasons: list[str]) -> Future[list[str]]:
+def _extents_of(pieces: Pieces, states: Iterable[int]) -> list[ExtentId]:
+    """Return every extent that holds a piece or the state behind one of `states` pieces, once, in the order of the prompt."""
+    behind = [state for state in map(pieces.state_behind, states) if state is not None]
+    return list(dict.fromkeys([*pieces.extents_in_order(), *behind]))
+
+
+def _in_thread(work: Callable[[], list[str]]) -> Future[list[str]]:
+    """Do it in a daemon thread: one that hangs in a tier must not keep the process from ending."""
     future: Future[list[str]] = Future()
-    future.set_result(reasons)
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the thread's outer edge: whoever waits is told
+            future.set_exception(error)
+
+    Thread(target=run, name="save-write", daemon=True).start()
     return future
 
 

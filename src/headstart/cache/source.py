@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.cache.faults import Quarantine, counted
 from headstart.metrics import Counters
@@ -84,8 +85,14 @@ class Source:
             stalled = [lane for lane, pool in self._pools.items() if pool.stalled_s() > longest_read_s]
         if not stalled:
             return placement
-        lanes = np.array([self._laned.lane(ExtentId(extent)) for extent in placement.extents.tolist()])
-        return Placement(np.where(np.isin(lanes, stalled), -1, placement.extents), placement.positions)
+        laned = self._laned
+
+        def answering(extents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            lanes = np.array([laned.lane(ExtentId(extent)) for extent in extents.tolist()])
+            return np.where(np.isin(lanes, stalled), -1, extents)
+
+        states = None if placement.states is None else answering(placement.states)
+        return Placement(answering(placement.extents), placement.positions, states)
 
     def lease(self, extents: Sequence[ExtentId], *, deadline: float) -> list[bool]:
         """Protect extents; False for those that are gone, and for all if the tier fails or the deadline passes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
 from headstart.errors import ModelError
 from headstart.render import Renderer
-
-log = logging.getLogger("headstart")
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -58,6 +55,7 @@ class _GenerationConfig(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
 
 
@@ -70,11 +68,12 @@ def sampling_defaults(folder: Path) -> Sampling:
         return Sampling()
     except (OSError, msgspec.DecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}; fetch the model again", path=file) from error
-    if said.repetition_penalty not in (None, 1):
-        log.warning("%s asks for repetition_penalty %g, which is not applied by this version", file, said.repetition_penalty)
+    penalty = said.repetition_penalty or 1.0
     if not said.do_sample:
-        return Sampling()
+        return Sampling(repetition_penalty=penalty)
     return Sampling(
+        repetition_penalty=penalty,
+        min_p=said.min_p or 0.0,
         temperature=1.0 if said.temperature is None else said.temperature,
         top_p=1.0 if said.top_p is None else said.top_p,
         top_k=0 if said.top_k is None else said.top_k,

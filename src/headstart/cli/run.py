@@ -51,8 +51,12 @@ def run(
     with shown_progress() as on_progress:
         model = open_model(config, on_progress=on_progress)
     try:
+        said = {"temperature": temperature, "seed": seed}
         request = model.request(
-            "run", tuple(model.renderer.chat(messages)), max_tokens=max_tokens, temperature=temperature, seed=seed
+            "run",
+            tuple(model.renderer.chat(messages)),
+            max_tokens=max_tokens,
+            sampling={name: value for name, value in said.items() if value is not None},
         )
         text, last = _answer(model, request, show=not as_json)
     finally:

@@ -14,6 +14,8 @@ import msgspec
 
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
 from headstart.render.messages import normal_messages, normal_tools
+from headstart.render.parts import kinds
+from headstart.render.token_bytes import TokenBytes
 
 # Not every model's generation_config.json lists all tokens that end an answer. A text's end counts wherever it is in the
 # vocabulary, a turn's end only where the model's own template writes it.
@@ -34,6 +36,7 @@ class Renderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest_token_bytes = _longest_token_bytes(self._backend)
+        self._token_bytes = TokenBytes(self._backend)
         self.stop_ids = stop_ids
         self.vocabulary = vocabulary
 
@@ -104,6 +107,10 @@ class Renderer:
         """Return the text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(tokens, skip_special_tokens=True))
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character; of a special one those of its name."""
+        return self._token_bytes[token]
+
     def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
         try:
             text_bytes = len(text.encode())
@@ -140,24 +147,13 @@ def _longest_token_bytes(backend: Any) -> int | None:
     in tokens that take the spaces beside them, in a normalizer, in one unknown token for many characters."""
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None
-    if not getattr(backend.model, "byte_fallback", False) and "ByteLevel" not in _kinds(backend.pre_tokenizer):
+    if not getattr(backend.model, "byte_fallback", False) and "ByteLevel" not in kinds(backend.pre_tokenizer):
         return None
-    normalizers = _kinds(backend.normalizer)
+    normalizers = kinds(backend.normalizer)
     if not normalizers <= {"NFC", "Sequence"}:
         return None
     shrinks = 4 if "NFC" in normalizers else 1  # composing leaves at least a third of the bytes
     return max((len(token.encode()) for token in backend.get_vocab()), default=1) * shrinks
-
-
-def _kinds(part: Any) -> set[str]:
-    """Return the names of all steps in a tokenizer's normalizer or pre-tokenizer."""
-    found: set[str] = set()
-    steps = [] if part is None else [msgspec.json.decode(part.__getstate__())]  # its form in tokenizer.json
-    while steps:
-        step = steps.pop()
-        found.add(step["type"])
-        steps += step.get("normalizers") or step.get("pretokenizers") or []
-    return found
 
 
 def _load_tokenizer(folder: Path) -> Any:

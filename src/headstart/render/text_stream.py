@@ -18,24 +18,39 @@ _UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character 
 class TextStream:
     """All pushes and the finish joined are `renderer.decode(tokens)` up to where the first stop string to be complete begins.
 
-    Of stop strings that are complete at the same character the longest counts. Not safe between threads."""
+    Of stop strings that are complete at the same character the longest counts, of those that are complete within the first
+    `min_tokens` tokens none. Not safe between threads."""
 
-    def __init__(self, renderer: Renderer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, renderer: Renderer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         for i, text in enumerate(stop):
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop[{i}] must be a string that is not empty", param="stop")
         self.stopped = False
         self._renderer = renderer
         self._stop = tuple(stop)
+        self._unlooked = min_tokens  # tokens still to come with which no stop string may be complete
+        self._sent = 0  # characters
         self._held = ""
         self._window: list[int] = []  # ids already shown, kept as context, then ids that are not
         self._context = 0  # how many of them are context
         self._shown = ""  # the context's text
 
+    @property
+    def characters(self) -> int:
+        """How many characters there are so far, those that are held included: where the next token's text begins."""
+        return self._sent + len(self._held)
+
+    @property
+    def sent(self) -> int:
+        """How many characters were handed out."""
+        return self._sent
+
     def push(self, token: int) -> str:
         """Return the text that is safe to send after `token`; nothing once a stop string was met."""
         if self.stopped:
             return ""
+        ending = self._unlooked == 0
+        self._unlooked = max(0, self._unlooked - 1)
         self._window.append(token)
         text = self._renderer.decode(self._window)
         if text.endswith(_UNFINISHED) or len(text) <= len(self._shown):
@@ -45,7 +60,7 @@ class TextStream:
         self._window = self._window[self._context :]
         self._context = len(self._window)
         self._shown = self._renderer.decode(self._window)
-        return self._release(new)
+        return self._handed_out(self._release(new, ending=ending))
 
     def finish(self) -> str:
         """Return what is still held: no token follows. Twice is fine."""
@@ -53,15 +68,19 @@ class TextStream:
             return ""
         rest = self._renderer.decode(self._window)[len(self._shown) :]
         self._window, self._context, self._shown = [], 0, ""
-        safe = self._release(rest)
+        safe = self._release(rest, ending=self._unlooked == 0)
         if not self.stopped:
             safe, self._held = safe + self._held, ""
-        return safe
+        return self._handed_out(safe)
 
-    def _release(self, new: str) -> str:
+    def _handed_out(self, text: str) -> str:
+        self._sent += len(text)
+        return text
+
+    def _release(self, new: str, *, ending: bool) -> str:
         text = self._held + new
         met = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if met:
+        if met and ending:
             self.stopped, self._held = True, ""
             return text[: min(met)[1]]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)

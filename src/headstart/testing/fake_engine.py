@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, Logprobs, Receipt, TokenEvent
 from headstart.errors import ContextLengthExceeded
 
 BLOCK_TOKENS = 64
@@ -33,7 +33,9 @@ class _Running:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """`answer`: text of every answer, after which it ends with "stop"; without it, letters drawn from the prompt until
+    """Of log probabilities it tells -1 for each token, and -2, -3 … for those that follow it in the alphabet of bytes.
+
+    `answer`: text of every answer, after which it ends with "stop"; without it, letters drawn from the prompt until
     `max_tokens`. Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
     after so many tokens."""
 
@@ -159,7 +161,11 @@ class FakeEngine:
             return self._end(running, "stop")
         if running.first_token_s is None:
             running.first_token_s = time.monotonic() - running.submitted
-        running.on_event(TokenEvent(running.answer[running.sent]))
+        token = running.answer[running.sent]
+        told = None
+        if request.logprobs is not None:
+            told = Logprobs(-1.0, tuple(((token + place) % 256, -1.0 - place) for place in range(request.logprobs)))
+        running.on_event(TokenEvent(token, logprobs=told))
         running.sent += 1
         with self._changed:
             self._counters["generated_tokens"] += 1

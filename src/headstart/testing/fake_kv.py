@@ -12,18 +12,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.block.extent import ALIGNMENT, ExtentHeader, encode_header, layout_of, piece_check
+from headstart.block.extent import ALIGNMENT, STATE_LAYER, ExtentHeader, encode_header, layout_of, piece_check
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, block_extras, chain_keys
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, block_extras, chain_keys
 from headstart.block.representation import Representation
 
 POISON = 0xAA
+STATE_BYTES = 5000  # of a boundary state, unless said otherwise: no multiple of an OS page
 _OPAQUE_BYTES = (200, 9000)  # an opaque piece is this large, so some cross a 4 KiB edge and some do not
 
 
@@ -32,6 +33,7 @@ class FakeKV:
 
     `tokens` may go beyond the last full piece; the rest has no bytes. `salt` enters at the first block that is not wholly in
     `shared_tokens`, as it does in the chain of keys, so that two tenants have equal bytes exactly where they may share.
+    A content counts in every block that it touches.
     `cuts` says into how many buffers a piece is cut, as engines that keep K and V apart do."""
 
     def __init__(
@@ -42,6 +44,7 @@ class FakeKV:
         identity: Identity | None = None,
         salt: str | bytes | None = None,
         shared_tokens: int = 0,
+        contents: Sequence[Content] = (),
         rank: int = 0,
         cuts: int = 1,
     ) -> None:
@@ -50,6 +53,7 @@ class FakeKV:
         self.identity = IDENTITY if identity is None else identity
         self.salt = salt or None
         self.shared_tokens = shared_tokens
+        self.contents = tuple(contents)
         self.rank = rank
         self._cuts = cuts
         self._digests = self._prefix_digests()
@@ -63,7 +67,13 @@ class FakeKV:
     def keys(self) -> list[BlockKey]:
         """The keys of the blocks of all full pieces."""
         tokens = self.tokens[: self.pieces * self.representation.piece_tokens]
-        return chain_keys(tokens.tolist(), root=self.identity.root(), salt=self.salt, shared_tokens=self.shared_tokens)
+        return chain_keys(
+            tokens.tolist(),
+            root=self.identity.root(),
+            salt=self.salt,
+            shared_tokens=self.shared_tokens,
+            contents=self.contents,
+        )
 
     def piece_bytes(self, layer: int, piece: int) -> int:
         """Bytes of one piece; where the representation leaves it open, the piece's own content decides."""
@@ -83,6 +93,16 @@ class FakeKV:
         mixed ^= mixed >> np.uint64(32)  # the low bits of a product are its weak ones
         return mixed.view(np.uint8)[:nbytes]
 
+    def state(self, pieces: int, *, nbytes: int = STATE_BYTES) -> memoryview:
+        """Return the boundary state that must stand behind the first `pieces` pieces."""
+        seed = hashlib.blake2b(b"state" + self._digests[pieces - 1] + bytes([self.rank]), digest_size=32).digest()
+        return memoryview((seed * (nbytes // 32 + 1))[:nbytes])
+
+    def states(self, *pieces: int, nbytes: int = STATE_BYTES) -> dict[int, memoryview]:
+        """Return the states behind so many pieces as `PrefixCache.save` takes them; of all of them where none is named."""
+        step = self.representation.piece_tokens
+        return {count * step: self.state(count, nbytes=nbytes) for count in pieces or [self.pieces]}
+
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
         """See KVView. Sizes of 0 mean that the view decides."""
         found = []
@@ -101,15 +121,19 @@ class FakeKV:
         retention: str = "default",
         keys: Sequence[BlockKey] | None = None,
         created_ms: int = 0,
+        state_bytes: int = 0,
     ) -> memoryview:
         """Return the 4 KiB-aligned image of an extent that holds `pieces` pieces from `first` on, as a tier is given it.
-        `keys` replaces the prompt's own: what a hash collision would leave behind. `created_ms` 0: unknown."""
+        `keys` replaces the prompt's own: what a hash collision would leave behind. `created_ms` 0: unknown. With `state_bytes`
+        it ends with a boundary state of so many."""
         count = self.pieces - first if pieces is None else pieces
         representation = self.representation.digest
         per_piece = self.representation.blocks_per_piece
         blocks = range(first * per_piece, (first + count) * per_piece)
         keys = self.keys if keys is None else keys
-        extras = tuple(block_extras(b, salt=self.salt, shared_tokens=self.shared_tokens, contents=()) for b in blocks)
+        extras = tuple(
+            block_extras(b, salt=self.salt, shared_tokens=self.shared_tokens, contents=self.contents) for b in blocks
+        )
         layers = range(self.representation.layers)
         sizes = np.array([[self.piece_bytes(la, p) for p in range(first, first + count)] for la in layers], dtype=np.uint32)
         varies = None in self.representation.layer_bytes
@@ -118,6 +142,7 @@ class FakeKV:
             len(blocks),
             piece_bytes=sizes if varies else None,
             extras_bytes=sum(map(len, extras)),
+            state_bytes=state_bytes,
             retention=retention,
         )
         image = aligned_bytes(layout.extent_bytes)
@@ -138,6 +163,17 @@ class FakeKV:
                     ),
                     dtype=np.uint8,
                 )
+        state, state_check = memoryview(b""), bytes(16)
+        if state_bytes:
+            state = self.state(first + count, nbytes=state_bytes)
+            image[layout.state_offset : layout.state_offset + state_bytes] = np.frombuffer(state, np.uint8)
+            state_check = piece_check(
+                algorithm="xxh3-128",
+                representation=representation,
+                key=keys[blocks[-1]],
+                layer=STATE_LAYER,
+                buffers=[state],
+            )
         header = ExtentHeader(
             representation=representation,
             parent=keys[blocks[0] - 1] if blocks[0] else self.identity.root(),
@@ -148,6 +184,8 @@ class FakeKV:
             piece_bytes=sizes if varies else None,
             retention=retention,
             created_ms=created_ms,
+            state_bytes=state_bytes,
+            state_check=state_check,
         )
         encoded = encode_header(header, self.representation)
         image[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
@@ -163,6 +201,9 @@ class FakeKV:
                 if self.salt is not None and block == salted_at:
                     salt = self.salt.encode() if isinstance(self.salt, str) else self.salt
                     digest.update(b"salt" + hashlib.blake2b(salt).digest())
+                for content in self.contents:
+                    if content.start < block + BLOCK_TOKENS and content.start + content.tokens > block:
+                        digest.update(repr((content.start, content.tokens, content.digest)).encode())
                 digest.update(self.tokens[block : block + BLOCK_TOKENS].tobytes())
             found.append(digest.copy().digest())
         return found
@@ -267,6 +308,13 @@ PAGED = Representation(kind="mla", layout="fake/2", dtype="bfloat16", layer_byte
 
 OPAQUE = Representation(kind="opaque", layout="fake/3", dtype="q8_0", layer_bytes=(None,), piece_tokens=128)
 """One run state of all layers, whose size varies."""
+
+
+STATEFUL = replace(TINY, layout="fake/5", state="required")
+"""As TINY, of use only up to a boundary state."""
+
+STATEFUL_PAGED = replace(PAGED, layout="fake/5", state="required")
+STATEFUL_OPAQUE = replace(OPAQUE, layout="fake/5", state="required")
 
 
 @lru_cache(maxsize=16)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from headstart.tier.base import (
     Placement,
     Problem,
     ReadRange,
+    Shape,
     Terms,
     Tier,
     TierStatistics,
@@ -52,7 +54,9 @@ class Fault:
 
 
 class FaultyTier:
-    """A tier with faults. `injected[verb, kind]` counts what was done. Never `trusted`: it may lie."""
+    """A tier with faults. `injected[verb, kind]` counts what was done. Never `trusted`: it may lie.
+
+    `read_bytes_per_s`: a slow device: reads come at that rate, all of them together and one after the other, until `heal`."""
 
     trusted = False
 
@@ -60,6 +64,9 @@ class FaultyTier:
         self.inner = inner
         self.name = inner.name
         self.stalled = Event()  # set once a call waits, so that a test need not sleep
+        self.read_bytes_per_s: float | None = None
+        self.bytes_read = 0
+        self._free_s = 0.0  # when the slow device has read all that it was asked for so far
         self._stall_s = stall_s
         self._lock = Lock()
         self._resume = Event()
@@ -73,15 +80,21 @@ class FaultyTier:
             self._faults += [replace(f, start=f.start + self._calls[f.verb]) for f in faults]
             self._resume.clear()
 
+    def slow_down(self, read_bytes_per_s: float) -> None:
+        with self._lock:
+            self.read_bytes_per_s, self._free_s = read_bytes_per_s, 0.0
+            self._resume.clear()
+
     def heal(self) -> None:
         """No more faults; let stalled calls go on."""
         with self._lock:
             self._faults.clear()
+            self.read_bytes_per_s = None
             self.stalled.clear()
             self._resume.set()
 
-    def max_extent_bytes(self, representation: Representation) -> int:
-        return self.inner.max_extent_bytes(representation)
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
+        return self.inner.max_extent_bytes(representation, state_bytes=state_bytes)
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._strike("locate")
@@ -89,6 +102,9 @@ class FaultyTier:
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         return self.inner.info(extent)
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        return self.inner.shape(extent)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._strike("lease")
@@ -100,6 +116,7 @@ class FaultyTier:
 
     def read(self, reads: Sequence[ReadRange]) -> int:
         kind = self._strike("read")
+        self._throttle(sum(buffer.nbytes for read in reads for buffer in read.buffers))
         if kind == "foreign":
             return self._read_elsewhere(reads)
         if kind == "short":
@@ -170,6 +187,16 @@ class FaultyTier:
             self.stalled.set()
             self._resume.wait(self._stall_s)
         return fault.kind
+
+    def _throttle(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
+            if self.read_bytes_per_s is None:
+                return
+            now = time.monotonic()
+            self._free_s = max(now, self._free_s) + nbytes / self.read_bytes_per_s
+            left_s = self._free_s - now
+        self._resume.wait(left_s)
 
     def _due(self, fault: Fault, verb: TierVerb) -> bool:
         turn = self._calls[verb] - fault.start

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,10 +27,11 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headstart.block.extent import layout_of
-from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.block.representation import Representation
+from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.errors import StoreError
 from headstart.testing.crash_disk import CrashDisk
-from headstart.testing.fake_kv import TINY, FakeKV
+from headstart.testing.fake_kv import TINY, FakeDestination, FakeKV
 from headstart.testing.faults import Fault, FaultyTier, TierFault, TierVerb
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk, ProcessDied
 from headstart.testing.round_trip import TIMEOUT_S, finish, match
@@ -40,16 +42,17 @@ _LONGEST = 12  # pieces of a prompt at most
 _STEPS = 200  # of upkeep, more than there can be to do
 
 
-@lru_cache(maxsize=256)
-def machine_prompt(number: int, pieces: int, salt: str | None = None) -> FakeKV:
+@lru_cache(maxsize=512)
+def machine_prompt(number: int, pieces: int, salt: str | None = None, representation: Representation = TINY) -> FakeKV:
     """Return one of a family of prompts in which some share a head of three pieces and then part."""
     head = np.arange(3 * 64, dtype=np.uint32) + np.uint32(number % 2 * 1000)
     tail = np.arange(_LONGEST * 64, dtype=np.uint32) + np.uint32(1_000_000 * (number + 1))
-    return FakeKV(TINY, np.concatenate([head, tail])[: pieces * 64 + 1].tolist(), salt=salt)
+    return FakeKV(representation, np.concatenate([head, tail])[: pieces * 64 + 1].tolist(), salt=salt)
 
 
 _numbers = st.integers(0, PROMPTS - 1)
 _lengths = st.integers(1, _LONGEST)
+_edges = st.sets(st.integers(1, _LONGEST - 1), max_size=3).map(sorted)
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -217,9 +220,11 @@ class TierMachine(RuleBasedStateMachine):
 
 class CacheMachine(RuleBasedStateMachine):
     """A subclass opens the cache on `self.faulty_disk` in `open_cache`, its slowest tier wrapped in a FaultyTier that it keeps
-    in `self.faulty`; capacity small enough that some dozen saves fill it. `pass_time` as in TierMachine."""
+    in `self.faulty`; capacity small enough that some dozen saves fill it. `pass_time` as in TierMachine. Where its
+    `representation`, of pieces of 64 tokens, needs boundary states, saves put some of them, and matches end at these alone."""
 
     faulty: FaultyTier
+    representation: Representation = TINY
 
     def open_cache(self) -> PrefixCache:
         raise NotImplementedError
@@ -233,18 +238,17 @@ class CacheMachine(RuleBasedStateMachine):
         threading.excepthook = lambda args: None if args.exc_type is ProcessDied else self._hook(args)
         self.disk = CrashDisk()
         self.faulty_disk = FaultyDisk(self.disk)
-        self.saved: dict[tuple[int, str | None], int] = {}  # pieces that were ever handed over: what may at most come back
+        # How many pieces a match may end with: of all that were ever handed over, or where a state was handed over.
+        self.saved: dict[tuple[int, str | None], set[int]] = {}
         self.leases: list[tuple[Lease, FakeKV]] = []
         self.disturbed = False  # a fault was injected since the cache was opened: what it matches may not load
         self.rotten = False  # bytes at rest were changed; that stays so, and `check` may say so
         self.powerless = False  # bytes were lost; what is matched may not load from then on
         self.cache = self.open_cache()
 
-    @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a"]))
-    def save(self, number: int, pieces: int, salt: str | None) -> None:
-        kv = machine_prompt(number, pieces, salt)
-        self._handed_over(number, pieces, salt)
-        result = self.cache.save(kv.tokens.tolist(), kv, salt=salt).wait(TIMEOUT_S)
+    @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a"]), behind=_edges)
+    def save(self, number: int, pieces: int, salt: str | None, behind: list[int]) -> None:
+        result = self._save(number, pieces, salt, behind).wait(TIMEOUT_S)
         assert 0 <= result.stored_tokens <= pieces * 64
         assert result.reason != "timeout"
         if not self.disturbed and result.reason is None:
@@ -252,14 +256,29 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=_numbers, pieces=_lengths, salt=st.sampled_from([None, "a", "b"]))
     def load(self, number: int, pieces: int, salt: str | None) -> None:
-        kv = machine_prompt(number, pieces, salt)
+        kv = self._prompt(number, pieces, salt)
         with match(self.cache, kv) as lease:
             self._may_be_there(lease, number, salt)
             self._load(lease, kv)
 
+    @rule(number=_numbers, pieces=_lengths, edges=_edges)
+    def load_by_ranges(self, number: int, pieces: int, edges: list[int]) -> None:
+        kv = self._prompt(number, pieces)
+        with match(self.cache, kv) as lease:
+            self._may_be_there(lease, number, None)
+            matched = lease.tokens // 64
+            bounds = [0, *(edge for edge in edges if edge < matched), matched]
+            destination = FakeDestination(self.representation, matched)
+            loads = [lease.load(destination, 64 * first, 64 * end) for first, end in pairwise(bounds)]
+            for first, load in zip(bounds, loads, strict=False):
+                usable = load.result(TIMEOUT_S)
+                assert destination.wrong(kv, first=first, pieces=usable // 64) == [], "wrong bytes were called usable"
+                if not (self.disturbed or self.rotten or self.powerless):
+                    assert usable == load.pieces * 64, "a leased block was not there"
+
     @rule(number=_numbers, pieces=_lengths)
     def match_twice(self, number: int, pieces: int) -> None:
-        kv = machine_prompt(number, pieces)
+        kv = self._prompt(number, pieces)
         with match(self.cache, kv) as one, match(self.cache, kv) as two:
             if not self.disturbed:
                 assert one.tokens == two.tokens
@@ -267,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.leases) < 4)
     @rule(number=_numbers, pieces=_lengths)
     def hold(self, number: int, pieces: int) -> None:
-        kv = machine_prompt(number, pieces)
+        kv = self._prompt(number, pieces)
         lease = match(self.cache, kv)
         self._may_be_there(lease, number, None)
         self.leases.append((lease, kv))
@@ -285,9 +304,7 @@ class CacheMachine(RuleBasedStateMachine):
     def press(self, start: int) -> None:
         """More than there is room for, all of it new."""
         for number in range(100 + start, 112 + start):
-            kv = machine_prompt(number, _LONGEST)
-            self._handed_over(number, _LONGEST, None)
-            self.cache.save(kv.tokens.tolist(), kv).wait(TIMEOUT_S)
+            self._save(number, _LONGEST, None, []).wait(TIMEOUT_S)
 
     @rule(
         verb=st.sampled_from(["read", "write", "locate", "lease", "touch", "delete"]),
@@ -347,13 +364,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.close()
         self._open_again()
 
-    @rule(call=st.integers(1, 40), after=st.booleans(), number=_numbers, pieces=_lengths)
-    def die_amid_a_save(self, call: int, after: bool, number: int, pieces: int) -> None:
-        kv = machine_prompt(number, pieces)
-        self._handed_over(number, pieces, None)
+    @rule(call=st.integers(1, 40), after=st.booleans(), number=_numbers, pieces=_lengths, behind=_edges)
+    def die_amid_a_save(self, call: int, after: bool, number: int, pieces: int, behind: list[int]) -> None:
         self.faulty_disk.die_at(call, after=after)
         with suppress(ProcessDied):
-            ticket = self.cache.save(kv.tokens.tolist(), kv)
+            ticket = self._save(number, pieces, None, behind)
             deadline = time.monotonic() + TIMEOUT_S
             while not ticket.done and not self.faulty_disk.died.wait(0.0005):
                 assert time.monotonic() < deadline, "a save neither ends nor dies"
@@ -363,7 +378,7 @@ class CacheMachine(RuleBasedStateMachine):
     def converse(self, number: int, edges: list[int]) -> None:
         """A conversation grows turn by turn, and is used again."""
         for pieces in [*edges, _LONGEST, _LONGEST, _LONGEST]:
-            self.save(number, pieces, None)
+            self.save(number, pieces, None, [])
 
     @rule(seconds=st.sampled_from([1, 31, 61]))
     def tend(self, seconds: int) -> None:
@@ -413,19 +428,27 @@ class CacheMachine(RuleBasedStateMachine):
             assert found.usable_tokens == lease.tokens, "a leased block was not there"
 
     def _may_be_there(self, lease: Lease, number: int, salt: str | None) -> None:
-        most = max((self._shared(number, salt, other) for other in self.saved.items()), default=0)
-        assert lease.tokens <= most * 64, "a prompt is found that nobody saved"
+        ends = {end for other in self.saved.items() for end in self._shared(number, salt, other)}
+        assert lease.tokens // 64 in {0, *ends}, "a prompt is found that nobody saved, or up to where no state was"
 
-    def _shared(self, number: int, salt: str | None, other: tuple[tuple[int, str | None], int]) -> int:
-        (saved_number, saved_salt), pieces = other
+    def _shared(self, number: int, salt: str | None, other: tuple[tuple[int, str | None], set[int]]) -> set[int]:
+        (saved_number, saved_salt), ends = other
         if salt != saved_salt:
-            return 0
+            return set()
         if number == saved_number:
-            return pieces
-        return min(3, pieces) if number % 2 == saved_number % 2 else 0
+            return ends
+        return {end for end in ends if end <= 3} if number % 2 == saved_number % 2 else set()
 
-    def _handed_over(self, number: int, pieces: int, salt: str | None) -> None:
-        self.saved[number, salt] = max(pieces, self.saved.get((number, salt), 0))
+    def _prompt(self, number: int, pieces: int, salt: str | None = None) -> FakeKV:
+        return machine_prompt(number, pieces, salt, self.representation)
+
+    def _save(self, number: int, pieces: int, salt: str | None, behind: list[int]) -> Ticket:
+        """Hand a prompt over, with states behind so many pieces and behind the last one."""
+        kv = self._prompt(number, pieces, salt)
+        with_state = self.representation.state == "required"
+        ends = {*(end for end in behind if end < pieces), pieces} if with_state else set(range(1, pieces + 1))
+        self.saved.setdefault((number, salt), set()).update(ends)
+        return self.cache.save(kv.tokens.tolist(), kv, salt=salt, states=kv.states(*ends) if with_state else None)
 
     def _release_all(self) -> None:
         for lease, _ in self.leases:

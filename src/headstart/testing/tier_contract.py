@@ -21,8 +21,8 @@ import pytest
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
-from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN, FakeKV
-from headstart.tier.base import ExtentId, ReadRange, Terms, Tier
+from headstart.testing.fake_kv import OPAQUE, STATEFUL, TINY, UNEVEN, FakeKV
+from headstart.tier.base import ExtentId, ReadRange, Shape, Terms, Tier
 
 GONE = ExtentId(1 << 40)  # an id that no tier has given out
 
@@ -118,10 +118,12 @@ class TierContract:
         assert [i.id for i in tier.scan()] == [extent]
         assert (info.id, info.representation, info.blocks) == (extent, TINY.digest, 4)
         assert (info.header_bytes, info.extent_bytes) == header_and_extent_bytes(TINY, 4)
+        assert tier.shape(extent) == Shape(info.blocks, info.header_bytes, info.extent_bytes)
         assert [key[:16] for key in info.keys] == [key[:16] for key in kv.keys]
 
     def test_nothing_is_known_of_an_extent_that_is_not_there(self, tier: Tier) -> None:
         assert tier.info(GONE) is None
+        assert tier.shape(GONE) is None
         assert tier.lease([GONE]) == [False]
         assert tier.delete([GONE], reason="user") == 0
         tier.touch([GONE])
@@ -167,6 +169,75 @@ class TierContract:
         assert (outcome.stored, outcome.reason) == (False, "too-large")
         assert -1 not in located(tier, kept)
         assert tier.write(prompt(pieces, seed=1).image(), TINY).reason == "written"
+
+    # Boundary states.
+
+    def test_a_state_is_found_behind_the_block_that_it_follows(self, tier: Tier) -> None:
+        kv = prompt(6, representation=STATEFUL)
+        assert tier.locate(STATEFUL.digest, kv.keys).states is None
+        put(tier, kv, pieces=2)
+        extent = put(tier, kv, first=2, pieces=3, state_bytes=5000)
+        placement = tier.locate(STATEFUL.digest, kv.keys)
+        assert placement.states is not None
+        assert placement.states.tolist() == [-1, -1, -1, -1, extent, -1]
+        assert (placement.holds(state=False), tier.locate(STATEFUL.digest, kv.keys[:5]).holds(state=True)) == (False, True)
+        assert [(info.blocks, info.state) for info in tier.scan()] == [(2, False), (3, True)]
+        image = kv.image(2, 3, state_bytes=5000)
+        assert read(tier, extent, 0, len(image)) == bytes(image)
+
+    def test_blocks_that_are_there_are_written_again_with_a_state_and_a_state_once(self, tier: Tier) -> None:
+        kv = prompt(5, representation=STATEFUL)
+        long = put(tier, kv)
+        assert tier.write(kv.image(2, 1, state_bytes=5000), STATEFUL).reason == "written"
+        assert tier.write(kv.image(2, 1, state_bytes=5000), STATEFUL).reason == "present"
+        assert tier.write(kv.image(1, 2, state_bytes=5000), STATEFUL).reason == "present"
+        assert tier.write(kv.image(2, 1), STATEFUL).reason == "present"
+        placement = tier.locate(STATEFUL.digest, kv.keys)
+        assert placement.states is not None
+        assert (placement.states >= 0).tolist() == [False, False, True, False, False]
+        short = ExtentId(int(placement.states[2]))
+        assert short != long
+        assert tier.statistics().extents == 2
+
+    def test_a_block_that_two_extents_hold_is_found_as_long_as_one_is_there(self, tier: Tier) -> None:
+        kv = prompt(4, representation=STATEFUL)
+        for first in (0, 1):  # which of the two goes
+            extents = [put(tier, kv)]
+            assert tier.write(kv.image(1, 1, state_bytes=5000), STATEFUL).reason == "written"
+            states = tier.locate(STATEFUL.digest, kv.keys).states
+            assert states is not None
+            extents.append(ExtentId(int(states[1])))
+            assert tier.delete([extents[first]], reason="user") == 1
+            placement = tier.locate(STATEFUL.digest, kv.keys)
+            assert (placement.extents >= 0).tolist() == ([False, True, False, False] if first == 0 else [True] * 4)
+            assert (placement.states is not None) == (first == 0)
+            assert tier.check() == []
+            assert tier.delete([extents[1 - first]], reason="user") == 1
+            assert located(tier, kv) == [-1] * 4
+
+    def test_a_state_is_found_again_after_reopening(self, make_tier: Callable[[int], Tier]) -> None:
+        if not self.persistent:
+            pytest.skip("this tier forgets with its process")
+        tier = make_tier(self.capacity_bytes)
+        kvs = [prompt(4, seed=seed, representation=STATEFUL) for seed in range(3)]
+        for kv in kvs:
+            put(tier, kv)
+            assert tier.write(kv.image(1, 1, state_bytes=900), STATEFUL).reason == "written"
+        tier.close()
+        again = make_tier(self.capacity_bytes)
+        for kv in kvs:
+            placement = again.locate(STATEFUL.digest, kv.keys)
+            assert placement.states is not None
+            assert (placement.states >= 0).tolist() == [False, True, False, False]
+            assert read(again, ExtentId(int(placement.states[1])), 0, 4096) == bytes(kv.image(1, 1, state_bytes=900)[:4096])
+        assert again.check() == []
+        again.close()
+
+    def test_a_state_may_be_much_larger_than_blocks(self, tier: Tier) -> None:
+        kv = prompt(2, representation=STATEFUL)
+        state_bytes = tier.max_extent_bytes(STATEFUL, state_bytes=200_000) // 2
+        extent = put(tier, kv, state_bytes=state_bytes)
+        assert read(tier, extent, 0, 4096) == bytes(kv.image(state_bytes=state_bytes)[:4096])
 
     # A lease protects.
 
@@ -418,9 +489,9 @@ def located(tier: Tier, kv: FakeKV) -> list[int]:
     return [int(e) for e in tier.locate(kv.representation.digest, kv.keys).extents]
 
 
-def put(tier: Tier, kv: FakeKV, *, first: int = 0, pieces: int | None = None) -> ExtentId:
+def put(tier: Tier, kv: FakeKV, *, first: int = 0, pieces: int | None = None, state_bytes: int = 0) -> ExtentId:
     """Write one extent that must be new, and return its id."""
-    outcome = tier.write(kv.image(first, pieces), kv.representation)
+    outcome = tier.write(kv.image(first, pieces, state_bytes=state_bytes), kv.representation)
     assert (outcome.stored, outcome.reason) == (True, "written")
     return ExtentId(located(tier, kv)[first * kv.representation.blocks_per_piece])
 

@@ -7,6 +7,7 @@ purpose: a shared mapping takes no huge pages.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from bisect import bisect_left
 from contextlib import suppress
@@ -20,6 +21,13 @@ HUGE_PAGE = 2 << 20
 
 _TOUCH_STEP = 2 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+
+
+def is_aligned(view: memoryview) -> bool:
+    """True where direct I/O can go straight into or out of a buffer: its address and length are multiples of 4 KiB."""
+    if view.nbytes % ALIGNMENT or not view.c_contiguous:
+        return False
+    return not view.nbytes or _address(view) % ALIGNMENT == 0
 
 
 class Arena:
@@ -165,7 +173,9 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # in an eighth of the time; reading asks for every piece
 
 
 def _rounded(nbytes: int) -> int:

@@ -24,10 +24,23 @@ ExtentId = NewType("ExtentId", int)  # names one extent in one tier of this proc
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each asked key lies: `extents[i]` is an ExtentId or -1 where absent, `positions[i]` the block's place in it."""
+    """Where each asked key lies: `extents[i]` is an ExtentId or -1 where absent, `positions[i]` the block's place in it.
+    `states[i]`: an extent that ends with that block and carries a boundary state, -1 where none does; it need not be the one
+    that the block is found in. None: no block of this representation ends with a state."""
 
     extents: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int32]
+    states: npt.NDArray[np.int64] | None = None
+
+    def holds(self, *, state: bool) -> bool:
+        """Whether all keys are there, and, with `state`, a boundary state behind the last one."""
+        there = bool((self.extents >= 0).all())
+        return there and not (state and (self.states is None or self.states[-1] < 0))
+
+    def ids(self) -> list[ExtentId]:
+        """Return the extents that the keys are found in, in their order, and the one with the last one's state."""
+        found = self.extents.tolist() + ([] if self.states is None else self.states[-1:].tolist())
+        return [ExtentId(extent) for extent in dict.fromkeys(found) if extent >= 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +78,18 @@ class ExtentInfo:
     guaranteed_until_ms: int = 0
     expires_ms: int | None = None
     pinned_until_ms: int | None = None
+    state: bool = False  # it ends with a boundary state
     leased: bool = False  # by this process
     where: str = ""  # the place in words: a file of the tier and an offset; "" in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large an extent is and its header, as the tier remembers it: what is known before anything is read."""
+
+    blocks: int
+    header_bytes: int
+    extent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +175,8 @@ class Tier(Protocol):
     name: str
     trusted: bool  # bytes come from this process's own memory and need no verification
 
-    def max_extent_bytes(self, representation: Representation) -> int:
-        """Return the largest image that `write` takes."""
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
+        """Return the largest image that `write` takes, given how much of it is a boundary state."""
         ...
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
@@ -161,6 +184,10 @@ class Tier(Protocol):
         ...
 
     def info(self, extent: ExtentId) -> ExtentInfo | None: ...
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        """Return a part of `info` at a small part of its cost: it is asked for at every read of a header."""
+        ...
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         """Protect extents from eviction; False for those that are gone. Counted: each True needs one release."""

@@ -15,7 +15,7 @@ from threading import Lock
 
 import numpy as np
 
-from headstart.block.extent import decode_header
+from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.metrics import Counters
@@ -27,6 +27,7 @@ from headstart.tier.base import (
     Placement,
     Problem,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -48,7 +49,45 @@ class _Extent:
     tenant: str
     parent: bytes
     last_used: int
+    state: bool = False  # it ends with a boundary state
     leases: int = 0
+
+
+class _Places:
+    """Where the blocks of one representation lie: extent id and position, packed. A block that several extents hold is found in
+    the one that came first; `states` are by the last key of the extents that carry one."""
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, int] = {}
+        self.again: dict[bytes, list[int]] = {}  # where else, in the order in which they came
+        self.states: dict[bytes, ExtentId] = {}
+
+    def enter(self, extent: _Extent) -> None:
+        for position, key in enumerate(extent.keys):
+            packed = extent.id << _POSITION_BITS | position
+            if self.found.setdefault(key, packed) != packed:
+                self.again.setdefault(key, []).append(packed)
+        if extent.state:
+            self.states.setdefault(extent.keys[-1], extent.id)
+
+    def leave(self, extent: _Extent) -> None:
+        for position, key in enumerate(extent.keys):
+            packed = extent.id << _POSITION_BITS | position
+            others = self.again.get(key)
+            if self.found[key] != packed:
+                assert others is not None, "a block is found where it is, or it is there once more"
+                others.remove(packed)
+            elif others:
+                self.found[key] = others.pop(0)
+            else:
+                del self.found[key]
+            if others is not None and not others:
+                del self.again[key]
+        if self.states.get(extent.keys[-1]) == extent.id:
+            del self.states[extent.keys[-1]]
+
+    def holds(self, keys: Sequence[bytes], *, state: bool) -> bool:
+        return all(key in self.found for key in keys) and not (state and keys[-1] not in self.states)
 
 
 class MemoryTier:
@@ -68,27 +107,35 @@ class MemoryTier:
         self._lock = Lock()
         self._closed = False
         self._extents: OrderedDict[ExtentId, _Extent] = OrderedDict()  # least recently used first
-        self._index: dict[bytes, dict[bytes, int]] = {}  # representation → key → extent id and position
+        self._places: dict[bytes, _Places] = {}  # by representation
         self._next_id = 0
         self._uses = 0
         self._leased_bytes = 0
         self._counters = Counters()
 
-    def max_extent_bytes(self, representation: Representation) -> int:
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes."""
         return self._arena.capacity_bytes
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         with self._lock:
-            index = self._index.get(representation, {})
-            found = np.fromiter(map(index.get, keys, repeat(-1)), np.int64, len(keys))
+            places = self._places.get(representation, _NOWHERE)
+            found = np.fromiter(map(places.found.get, keys, repeat(-1)), np.int64, len(keys))
+            states = None
+            if places.states:
+                states = np.fromiter(map(places.states.get, keys, repeat(-1)), np.int64, len(keys))
         positions = np.where(found < 0, 0, found & ((1 << _POSITION_BITS) - 1)).astype(np.int32)
-        return Placement(extents=found >> _POSITION_BITS, positions=positions)
+        return Placement(found >> _POSITION_BITS, positions, states)
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         with self._lock:
             found = self._extents.get(extent)
             return None if found is None else _info(found)
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        with self._lock:
+            found = self._extents.get(extent)
+            return None if found is None else Shape(len(found.keys), found.header_bytes, found.region.nbytes)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         with self._lock:
@@ -135,14 +182,14 @@ class MemoryTier:
         with self._lock:
             if self._closed:
                 return self._refused("stopped")
-            if self._holds(header.representation, header.keys):
+            if self._holds(header):
                 return WriteOutcome(stored=True, reason="present")
             region = self._make_room(image.nbytes)
         if region is None:
             return self._refused("full")
         np.copyto(np.frombuffer(region.view, np.uint8), np.frombuffer(image, np.uint8))
         with self._lock:
-            if self._closed or self._holds(header.representation, header.keys):  # closed, or overtaken by a twin, while copying
+            if self._closed or self._holds(header):  # closed, or overtaken by a twin, while copying
                 region.release()
                 return self._refused("stopped") if self._closed else WriteOutcome(stored=True, reason="present")
             self._next_id += 1
@@ -158,11 +205,10 @@ class MemoryTier:
                 tenant=terms.tenant,
                 parent=header.parent[:PREFIX_BYTES],
                 last_used=self._uses,
+                state=header.state_bytes > 0,
             )
             self._extents[extent.id] = extent
-            index = self._index.setdefault(extent.representation, {})
-            for position, key in enumerate(extent.keys):
-                index[key] = extent.id << _POSITION_BITS | position
+            self._places.setdefault(extent.representation, _Places()).enter(extent)
         self._counters.add("bytes_written", image.nbytes)
         return WriteOutcome(stored=True, reason="written")
 
@@ -219,12 +265,17 @@ class MemoryTier:
         """Compare index, extents and arena. Only meaningful while nothing is being written or read."""
         problems = []
         with self._lock:
-            for index in self._index.values():
-                for key, packed in index.items():
+            for places in self._places.values():
+                every = [*places.found.items(), *((key, packed) for key, some in places.again.items() for packed in some)]
+                for key, packed in every:
                     extent = self._extents.get(ExtentId(packed >> _POSITION_BITS))
                     position = packed & ((1 << _POSITION_BITS) - 1)
                     if extent is None or position >= len(extent.keys) or extent.keys[position] != key:
                         problems.append(Problem(f"memory, block {key.hex()[:16]}", "the index points at an extent without it"))
+                for key, with_state in places.states.items():
+                    extent = self._extents.get(with_state)
+                    if extent is None or not extent.state or extent.keys[-1] != key:
+                        problems.append(Problem(f"memory, block {key.hex()[:16]}", "no state stands behind it"))
             held = sum(-(-extent.region.nbytes // ALIGNMENT) * ALIGNMENT for extent in self._extents.values())
             if held != self._arena.used_bytes:
                 problems.append(Problem("memory", f"extents hold {held} bytes, the arena counts {self._arena.used_bytes}"))
@@ -248,9 +299,8 @@ class MemoryTier:
         self._counters.add(f"write_failed_{reason}")
         return WriteOutcome(stored=False, reason=reason)
 
-    def _holds(self, representation: bytes, keys: Sequence[bytes]) -> bool:
-        index = self._index.get(representation, {})
-        return all(key in index for key in keys)
+    def _holds(self, header: ExtentHeader) -> bool:
+        return self._places.get(header.representation, _NOWHERE).holds(header.keys, state=header.state_bytes > 0)
 
     def _make_room(self, nbytes: int) -> Region | None:
         """Evict, oldest first, until `nbytes` lie free in one run; None, and nothing evicted, where leases leave too little."""
@@ -270,13 +320,11 @@ class MemoryTier:
         del self._extents[extent.id]
         if extent.leases:
             self._leased_bytes -= extent.region.nbytes
-        index = self._index[extent.representation]
-        for key in extent.keys:
-            # A block that a younger extent holds as well is found there; one that the older held too is forgotten with the
-            # younger: a miss, for blocks that are hardly ever stored twice.
-            if index.get(key, -1) >> _POSITION_BITS == extent.id:
-                del index[key]
+        self._places[extent.representation].leave(extent)
         extent.region.release()
+
+
+_NOWHERE = _Places()
 
 
 def _scatter(region: Region, read: ReadRange) -> int:
@@ -309,5 +357,6 @@ def _info(extent: _Extent) -> ExtentInfo:
         retention=extent.retention,
         tenant=extent.tenant,
         parent=extent.parent,
+        state=extent.state,
         leased=extent.leases > 0,
     )

@@ -14,6 +14,7 @@
 #include <time.h>
 
 enum { ALIGNMENT = 4096, MAX_ROWS = 1024, PREFIX_BYTES = 68 };
+enum { WAIT_NS = 100000, WAITS = 50 };          /* 5 ms at most */
 /* What `work` returns, and `settle`. */
 enum { NONE_LEFT, LAYER_ENDED, HANDED_BACK, TIME_IS_UP, HEAD_READ, HEAD_WRONG, NOT_YET, NO_MEMORY };
 enum { GOOD = 1, ENDED = 2 };
@@ -256,6 +257,21 @@ static int settle(Batch *b, const Request *request, void *state, uint8_t *stagin
     return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
 }
 
+/* Wait until a request may be read, but not for long, and return what is known of the header of its extent. Its head was taken
+   before, by a thread that most often is just reading it: then it is known before a turn through Python would be over. And layer
+   0 is alone on the device until it has ended: whoever waits for it waits for nothing else. */
+static int await_turn(const Batch *b, const Request *request)
+{
+    const struct timespec pause = {0, WAIT_NS};
+    for (int i = 0;; i++) {
+        int header = __atomic_load_n(&b->states[request->extent], __ATOMIC_ACQUIRE);
+        int early = b->parts[request->first_part].layer && __atomic_load_n(&b->left[0], __ATOMIC_ACQUIRE);
+        if ((header != UNKNOWN && !early) || i == WAITS)
+            return header;
+        nanosleep(&pause, 0);
+    }
+}
+
 /* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
    is over. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
    HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
@@ -272,8 +288,8 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
         if (next >= b->request_count)
             break;
         const Request *request = &b->requests[next];
+        int header = request->head_bytes ? KNOWN : await_turn(b, request);
         int64_t limit = __atomic_load_n(b->limit, __ATOMIC_ACQUIRE);
-        int header = request->head_bytes ? KNOWN : __atomic_load_n(&b->states[request->extent], __ATOMIC_ACQUIRE);
         if (header == UNKNOWN) {
             outcome = NOT_YET;      /* whatever else is so: who settles the head may yet take the whole extent out */
         } else if (header == PORTABLE || request->start >= limit) {

@@ -6,11 +6,12 @@ Copies go through NumPy because it lets go of the GIL while it copies; a slice a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from headstart.tier.arena import ALIGNMENT, HUGE_PAGE, Arena
+from headstart.tier.arena import HUGE_PAGE, Arena
 
 Bytes = list[memoryview] | npt.NDArray[np.uint8]
 """Bytes in order: flat buffers one behind the other, or one array of any strides in C order."""
@@ -29,6 +30,9 @@ def total_bytes(buffers: Bytes) -> int:
 
 def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memoryview]]:
     """Return, for consecutive runs of `sizes` bytes, the parts of `buffers` that hold each. Together they must suffice."""
+    if len(buffers) == 1:  # as most often
+        ends = list(accumulate(sizes))
+        return [[buffers[0][end - size : end]] if size else [] for end, size in zip(ends, sizes, strict=True)]
     runs = []
     rest = iter(buffers)
     left = memoryview(b"")
@@ -72,15 +76,6 @@ def scatter(source: memoryview, into: Bytes) -> None:
             np.copyto(np.frombuffer(buffer, np.uint8), data[at : at + buffer.nbytes])
             at += buffer.nbytes
     assert at == source.nbytes
-
-
-def is_aligned(buffers: Bytes) -> bool:
-    """True where direct I/O can go straight into every buffer: addresses and lengths are multiples of 4 KiB."""
-    return not isinstance(buffers, np.ndarray) and all(
-        buffer.nbytes % ALIGNMENT == 0 and np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] % ALIGNMENT == 0
-        for buffer in buffers
-        if buffer.nbytes
-    )
 
 
 class Staging:

@@ -1,7 +1,7 @@
 """Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
 
 A job reads at most some 1 MiB at a time, so bytes in flight are bounded by threads × request size, 16 MiB: enough depth for
-the device, and a layer that is wanted first never waits behind tens of megabytes. (The first layer comes in larger ones.)
+the device, and a layer that is wanted first never waits behind tens of megabytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.transfer.buffers import Staging
 
-REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges
-FIRST_BYTES = 1_700_000  # with a header more of layer 0 at once, whose rest would have to wait for the header
-JOINED_BYTES = 400_000  # smaller ones are joined up to this: from here on a device is limited by bytes
+REQUEST_BYTES = 1 << 20  # larger reads are split, at piece edges; smaller ones of one extent are joined
 
 _log = logging.getLogger(__name__)
 

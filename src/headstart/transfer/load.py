@@ -5,6 +5,9 @@ it only ever falls. A piece has ended in a layer when no read can touch its dest
 
     layer l may be attended    ⇔ all P pieces have ended in l and nothing has failed anywhere
     the load is done           ⇔ all P pieces have ended in all layers; then exactly the pieces before `limit` are good
+
+Where the representation needs a boundary state, a load is good as a whole or not at all: any failure takes `limit` to 0. The
+load that reaches the end of the match brings the state as well, which ends like a piece does.
 """
 
 from __future__ import annotations
@@ -67,9 +70,10 @@ class Load:
         timeout_s: float,
         settle: Callable[[Load], None],
         first_piece: int = 0,
+        with_state: bool = False,
     ) -> None:
         """`pieces_by_source`: (tier name, pieces) in the order of the prompt. `settle` is called once, with the numbers final
-        and before anyone is told that the load is done."""
+        and before anyone is told that the load is done. `with_state`: it brings the boundary state as well."""
         self.representation = representation
         self.started = time.monotonic()
         self.bytes_read = 0
@@ -87,11 +91,13 @@ class Load:
         self.wanted_before = np.array([self.pieces], np.int64)
         self.stopped = np.zeros(1, np.int64)
         self._left = [self.pieces] * representation.layers  # pieces that have not ended, by layer
-        self._unfinished = self.pieces * representation.layers
+        self._with_state = with_state
+        self._state: memoryview | None = None
+        self._unfinished = self.pieces * representation.layers + with_state
         self._cancelled: str | None = None  # why nothing more is read: "cancelled", "timeout"
         self._done = False
         self._callbacks: list[Callable[[Load], None]] = []
-        if not self.pieces:
+        if not self._unfinished:
             self._finish()
 
     # For whoever waits.
@@ -103,15 +109,25 @@ class Load:
         with self._condition:
             ready = self._wait_for(lambda: self._limit < self.pieces or not self._left[layer], timeout_s)
             if self._limit < self.pieces:
-                fault = self.faults[0]
-                raise LoadFailed(
-                    f"layer {layer} is not usable: {fault.message}",
-                    usable_tokens=self.usable_tokens,
-                    timed_out=False,
-                    reason=fault.reason,
-                )
+                raise self._failed(f"layer {layer} is not usable")
             if not ready:
                 raise self._timed_out(f"layer {layer} was not there")
+
+    def state(self, timeout_s: float | None = None) -> memoryview:
+        """Return the boundary state behind the last matched token, verified; it is read before any layer. Raises LoadFailed as
+        `wait` does, and ValueError where this load brings none: it ends before the match does, or there is no such thing."""
+        self._require_own_process()
+        with self._condition:
+            if not self._with_state:
+                raise ValueError(
+                    "this load brings no boundary state; load up to lease.tokens, in a representation that has one"
+                )
+            ready = self._wait_for(lambda: bool(self.faults) or self._state is not None, timeout_s)
+            if self.faults:
+                raise self._failed("the boundary state is not usable")
+            if not ready or self._state is None:
+                raise self._timed_out("the boundary state was not there")
+            return self._state
 
     def result(self, timeout_s: float | None = None) -> int:
         """Wait for every read to end, good or bad; return the tokens that are good in all layers: whole pieces from the
@@ -191,13 +207,33 @@ class Load:
         if last:
             self._finish()
 
+    def state_wanted(self) -> bool:
+        """Return whether the boundary state is still worth reading; where the load was cancelled, note that it is not."""
+        with self._condition:
+            if self._cancelled and not self.faults:
+                self._fail(Fault(0, 0, self._cancelled, f"the load ended early: {self._cancelled}"))
+            return not self.faults
+
+    def state_ended(self, state: memoryview | None, *, nbytes: int = 0, fault: Fault | None = None) -> None:
+        """Note that reading the boundary state has ended: it is there, or there will be none."""
+        with self._condition:
+            self.bytes_read += nbytes
+            self._state = state
+            if fault is not None:
+                self._fail(fault)
+            self._unfinished -= 1
+            last = not self._unfinished
+            self._condition.notify_all()
+        if last:
+            self._finish()
+
     def _stop(self, why: str) -> None:
         self._cancelled = self._cancelled or why
         self.stopped[0] = 1
 
     def _fail(self, fault: Fault) -> None:
         self.faults += (fault,)
-        self._limit = min(self._limit, fault.piece)
+        self._limit = 0 if self.representation.state == "required" else min(self._limit, fault.piece)
         self.wanted_before[0] = self._limit
         self._condition.notify_all()
 
@@ -234,6 +270,10 @@ class Load:
             message = "this load was started before the process forked and fills the parent's memory; compute instead"
             raise LoadFailed(message, usable_tokens=0, timed_out=False, reason="forked")
 
+    def _failed(self, what: str) -> LoadFailed:
+        fault = self.faults[0]
+        return LoadFailed(f"{what}: {fault.message}", usable_tokens=self.usable_tokens, timed_out=False, reason=fault.reason)
+
     def _timed_out(self, what: str) -> LoadFailed:
         return LoadFailed(
             f"{what} within {time.monotonic() - self.started:.1f} s of the load's start; the rest is computed instead",
@@ -243,11 +283,13 @@ class Load:
         )
 
 
-def lost_load(pieces_by_source: Sequence[tuple[str, int]], representation: Representation) -> Load:
+def lost_load(pieces_by_source: Sequence[tuple[str, int]], representation: Representation, *, with_state: bool = False) -> Load:
     """Return a load that is done and brought nothing: what a process gets that has forked away from its cache."""
-    load = Load(pieces_by_source, representation=representation, timeout_s=0.0, settle=lambda _: None)
+    load = Load(pieces_by_source, representation=representation, timeout_s=0.0, settle=lambda _: None, with_state=with_state)
     pieces = sum(pieces for _, pieces in pieces_by_source)
+    fault = Fault(source=0, piece=0, reason="forked", message="the process has forked since; its cache is the parent's")
+    if with_state:
+        load.state_ended(None, fault=fault)
     if pieces:
-        fault = Fault(source=0, piece=0, reason="forked", message="the process has forked since; its cache is the parent's")
         load.ended(range(representation.layers), pieces=pieces, fault=fault)
     return load

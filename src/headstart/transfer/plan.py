@@ -1,7 +1,8 @@
 """What to read of an extent, and in which requests: pure decisions. `span.py` carries them out, or `batch.py`.
 
-A short extent has small layers, and small requests cost a disk by their number (under some 400 KB a quarter of its rate): there
-one request takes several layers, 1, 2, 2-3, 4-7 …, so that the early ones, which the engine waits for, still come alone.
+A short extent has small layers, and small requests cost a disk and a processor by their number (under some 400 KB a quarter of
+the rate, at 1 MB half the processor's time of 400 KB): there one request takes several layers, 1, 2, 2-3, 4-7 …, so that the
+early ones, which the engine waits for, still come alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.tier.base import ExtentId, Tier
-from headstart.transfer.io_pool import FIRST_BYTES, JOINED_BYTES, REQUEST_BYTES, IOPool, Job
+from headstart.transfer.io_pool import REQUEST_BYTES, IOPool, Job
 from headstart.transfer.load import Fault
 
 
@@ -73,12 +74,14 @@ class Head(Job, Protocol):
         ...
 
 
-def read_with_head(representation: Representation, *, header_bytes: int, first: int, wanted: int) -> int:
-    """Return how many pieces of layer 0 are read in one request with the header: those that lie right behind it."""
+def read_with_head(representation: Representation, *, first: int, wanted: int) -> int:
+    """Return how many pieces of layer 0 are read in one request with the header: of those that lie right behind it as many as
+    in a request of any layer."""
     size = representation.layer_bytes[0]
     if size is None or first:
         return 0
-    return min(wanted, max(1, (FIRST_BYTES - header_bytes) // size))
+    requests = -(-wanted // max(1, REQUEST_BYTES // size))
+    return -(-wanted // requests)
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +103,7 @@ def requests(layout: ExtentLayout, *, first: int, pieces: int, done: int) -> tup
     already.
 
     Runs above REQUEST_BYTES are cut evenly at piece edges. Layers that lie side by side, as they do where all of an extent is
-    wanted, go together up to JOINED_BYTES, and at most as many as are there before them."""
+    wanted, go together up to as much, and at most as many as are there before them."""
     if layout.piece_ends is None:
         return _planned(layout, first, pieces, done)
     return _plan(layout, first, pieces, done)
@@ -115,7 +118,7 @@ def _plan(layout: ExtentLayout, first: int, pieces: int, done: int) -> tuple[Req
         end = layer + 1
         if layer and pieces == layout.pieces:
             start = layout.layer_offsets[layer]
-            while end < min(2 * layer, layers) and layout.region_end(end) - start <= JOINED_BYTES:
+            while end < min(2 * layer, layers) and layout.region_end(end) - start <= REQUEST_BYTES:
                 end += 1
         if end > layer + 1:
             found.append(Request(range(layer, end), 0, pieces))

@@ -16,22 +16,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.block.extent import ExtentHeader, ExtentLayout, decode_header, piece_check
+from headstart.block.checks import count_right
+from headstart.block.extent import ExtentHeader, ExtentLayout, decode_header
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.tier.arena import ALIGNMENT
+from headstart.tier.arena import ALIGNMENT, is_aligned
 from headstart.tier.base import ReadRange
 from headstart.transfer import native
 from headstart.transfer.batch import Start
-from headstart.transfer.buffers import Bytes, Staging, flat, is_aligned, scatter, split, total_bytes
+from headstart.transfer.buffers import Bytes, Staging, flat, scatter, split, total_bytes
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import Fault, KVView, Load
 from headstart.transfer.plan import Prompt, Request, Span, read_with_head, requests
+from headstart.transfer.state import StateSpan, start_reading_state
 
 
-def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView) -> None:
+def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView, *, state: StateSpan | None = None) -> None:
     """Queue the head job of every span; each queues the rest of its extent once the header is known to be the right one. Where
-    there is a C reader, it reads the heads as well."""
+    there is a C reader, it reads the heads as well. `state`: where the state lies that the load brings, first of all."""
+    if state is not None:
+        start_reading_state(load, state, source=len(spans), representation=prompt.representation)
     jobs: dict[IOPool, list[_HeadJob]] = {}
     for source, span in enumerate(spans):
         jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into))
@@ -45,20 +49,19 @@ class _Job:
     """One read of a span. What can raise comes before the first word to the load; so the load is told exactly once, by `run`
     or, after an exception, by `abandon`."""
 
-    layer = 0
-
-    def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView) -> None:
+    def __init__(
+        self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, layers: range, first: int, pieces: int
+    ) -> None:
+        """`first` … `first+pieces-1`: of the span's pieces, in each of `layers`."""
         self.load = load
         self.source = source
         self.span = span
         self.prompt = prompt
         self.into = into
-        self.start = span.start  # in what is loaded
-        self.pieces = span.pieces
-
-    @property
-    def urgency(self) -> tuple[int, ...]:
-        return (int(self.load.started * 1e9), self.layer, self.start)
+        self.layers = layers
+        self.start = span.start + first  # in what is loaded
+        self.pieces = pieces
+        self.urgency = (int(load.started * 1e9), layers.start, self.start)
 
     def run(self, staging: Staging) -> None:
         wanted = self.load.wanted(self.start, self.pieces)
@@ -81,36 +84,30 @@ class _Job:
 
     def end(self, fault: Fault | None) -> None:
         """Tell the load that everything this job was to bring has ended."""
-        raise NotImplementedError
+        self.load.ended(self.layers, pieces=self.pieces, fault=fault)
 
     def fault(self, reason: str, message: object, *, piece: int | None = None) -> Fault:
         piece = self.start if piece is None else piece
         return Fault(source=self.source, piece=piece, reason=reason, message=f"tier {self.span.tier.name!r}: {message}")
 
-    def destination(self, layer: int, sizes: Sequence[int]) -> Bytes:
-        buffers: Bytes = flat(self.into.buffers(layer, self.load.first_piece + self.start, sizes)) if sizes else []
-        if total_bytes(buffers) != sum(sizes):
+    def part(self, layer: int, offset: int, sizes: Sequence[int]) -> _Part:
+        """Return where the first pieces go, whose bytes begin at `offset` of the extent's image."""
+        nbytes, first = sum(sizes), self.load.first_piece + self.start
+        buffers: Bytes = flat(self.into.buffers(layer, first, sizes)) if sizes else []
+        if total_bytes(buffers) != nbytes:
             raise ValueError(
-                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from "
-                f"{self.load.first_piece + self.start} on of layer {layer}, which have {sum(sizes)}"
+                f"the destination gave {total_bytes(buffers)} bytes for {len(sizes)} pieces from {first} on of layer {layer}, "
+                f"which have {nbytes}"
             )
-        return buffers
+        return _Part(layer, offset, sizes, nbytes, buffers)
 
     def read(self, staging: Staging, parts: Sequence[_Part], *, head_bytes: int = 0) -> memoryview:
         """Read parts that lie one behind the other, and `head_bytes` before the first: into their buffers if all of it can go
         there directly, else into staging. Returns the head; each part learns where it is."""
         offset = parts[0].offset - head_bytes
-        end = offset + head_bytes
-        # A trusted tier copies from memory, which needs no alignment.
-        at_once = self.span.tier.trusted or end % ALIGNMENT == 0
-        into: list[memoryview] = []
-        for part in parts:
-            at_once = at_once and part.offset == end and not isinstance(part.buffers, np.ndarray)
-            at_once = at_once and (self.span.tier.trusted or is_aligned(part.buffers))
-            end = part.offset + part.nbytes
-            if at_once:
-                into += part.buffers
-        if at_once:
+        end = parts[-1].offset + parts[-1].nbytes
+        into = self._direct(parts, head_bytes)
+        if into is not None:
             head = staging.take(head_bytes)
             self._fill(offset, [head, *into] if head_bytes else into, end - offset)
             return head
@@ -123,38 +120,45 @@ class _Job:
 
     def keep(self, part: _Part, header: ExtentHeader) -> Fault | None:
         """Verify pieces that have arrived, copy the good ones out of staging; return the fault of the first bad one."""
-        sizes = part.sizes
-        good = len(sizes)
-        if not self.span.tier.trusted:
-            good = self._verified(part, header)
+        sizes, buffers = part.sizes, part.buffers
+        good = len(sizes) if self.span.tier.trusted else self._count_right(part, header)
         if part.staged is not None:
             nbytes = sum(sizes[:good])
-            buffers = part.buffers
-            kept = buffers[:good] if isinstance(buffers, np.ndarray) else split(buffers, [nbytes])[0]
-            scatter(part.staged[:nbytes], kept)
+            scatter(part.staged[:nbytes], buffers[:good] if isinstance(buffers, np.ndarray) else split(buffers, [nbytes])[0])
         if good == len(sizes):
             return None
         message = f"piece {self._in_extent(good)} of layer {part.layer} in extent {self.span.extent} is not what was written"
         return self.fault("corrupt", message, piece=self.start + good)
 
-    def _verified(self, part: _Part, header: ExtentHeader) -> int:
+    def _count_right(self, part: _Part, header: ExtentHeader) -> int:
         if part.staged is not None:
-            payload = [part.staged]
+            payload: Sequence[memoryview] = [part.staged]
         else:
             assert not isinstance(part.buffers, np.ndarray)  # which is never read into directly
             payload = part.buffers
-        for i, buffers in enumerate(split(payload, part.sizes)):
-            piece = self._in_extent(i)
-            check = piece_check(
-                algorithm=header.algorithm,
-                representation=self.prompt.digest,
-                key=header.keys[(piece + 1) * self.prompt.representation.blocks_per_piece - 1],
-                layer=part.layer,
-                buffers=buffers,
-            )
-            if check != header.checks[part.layer, piece].tobytes():
-                return i
-        return len(part.sizes)
+        first, count, per_piece = self._in_extent(0), len(part.sizes), self.prompt.representation.blocks_per_piece
+        return count_right(
+            header.checks[part.layer, first : first + count].tobytes(),
+            algorithm=header.algorithm,
+            representation=self.prompt.digest,
+            keys=header.keys[(first + 1) * per_piece - 1 : (first + count) * per_piece : per_piece],
+            layer=part.layer,
+            pieces=split(payload, part.sizes),
+        )
+
+    def _direct(self, parts: Sequence[_Part], head_bytes: int) -> list[memoryview] | None:
+        """Return the destinations of parts one behind the other; None where a read cannot go right into them."""
+        into: list[memoryview] = []
+        end = parts[0].offset
+        for part in parts:
+            if isinstance(part.buffers, np.ndarray) or part.offset != end:
+                return None
+            into += part.buffers
+            end += part.nbytes
+        # A trusted tier copies from memory, which needs no alignment.
+        if not self.span.tier.trusted and ((parts[0].offset - head_bytes) % ALIGNMENT or not all(map(is_aligned, into))):
+            return None
+        return into
 
     def _in_extent(self, i: int) -> int:
         return self.span.first + (self.start - self.span.start) + i
@@ -183,31 +187,30 @@ class _HeadJob(_Job):
     `alone`: the header only, after the two together could not be read."""
 
     def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, alone: bool = False) -> None:
-        super().__init__(load, source, span, prompt, into)
+        layers = range(prompt.representation.layers)
+        super().__init__(load, source, span, prompt, into, layers=layers, first=0, pieces=span.pieces)
         self.alone = alone
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         span, representation = self.span, self.prompt.representation
-        info = span.tier.info(span.extent)
-        if info is None:
+        shape = span.tier.shape(span.extent)
+        if shape is None:
             raise StoreError(f"extent {span.extent} is gone")
         together = 0
         if not self.alone:
-            together = read_with_head(representation, header_bytes=info.header_bytes, first=span.first, wanted=wanted)
-        sizes = [representation.layer_bytes[0] or 0] * together
-        part = _Part(0, info.header_bytes, sizes, sum(sizes), self.destination(0, sizes))
+            together = read_with_head(representation, first=span.first, wanted=wanted)
+        part = self.part(0, shape.header_bytes, [representation.layer_bytes[0] or 0] * together)
         try:
-            head = self.read(staging, [part], head_bytes=info.header_bytes)
+            head = self.read(staging, [part], head_bytes=shape.header_bytes)
         except (StoreError, OSError):
             if not together:
                 raise
             span.pool.submit([_HeadJob(self.load, self.source, span, self.prompt, self.into, alone=True)])
             return
-        # A copy: the header outlives the staging buffer that it lies in.
-        header = decode_header(bytes(head), representation)
+        header = decode_header(head, representation)
         layout = header.layout(representation)
         fault = self.mismatch(header)
-        if fault is None and (layout.header_bytes, layout.extent_bytes) != (info.header_bytes, info.extent_bytes):
+        if fault is None and (layout.header_bytes, layout.extent_bytes) != (shape.header_bytes, shape.extent_bytes):
             fault = self.fault("stale", f"extent {span.extent} has another size than the tier says")
         if fault is not None:
             self.end(fault)
@@ -217,14 +220,11 @@ class _HeadJob(_Job):
             self.job(header, layout, request)
             for request in requests(layout, first=span.first, pieces=span.pieces, done=together)
         ]
-        self.load.ended([0], pieces=together, nbytes=info.header_bytes + part.nbytes, fault=fault)
+        self.load.ended([0], pieces=together, nbytes=shape.header_bytes + part.nbytes, fault=fault)
         span.pool.submit(rest)
 
-    def end(self, fault: Fault | None) -> None:
-        self.load.ended(range(self.prompt.representation.layers), pieces=self.pieces, fault=fault)
-
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> _RangeJob:
-        return _RangeJob(self, header, layout, request.layers, first=request.first, pieces=request.count)
+        return _RangeJob(self, header, layout, request)
 
     def mismatch(self, header: ExtentHeader) -> Fault | None:
         """Compare what the extent says it is with what was asked for: a collision of hashes is a miss."""
@@ -235,7 +235,7 @@ class _HeadJob(_Job):
             return self.fault("stale", f"extent {self.span.extent} holds other blocks than the tier says")
         theirs = header.tokens[there * BLOCK_TOKENS : (there + count) * BLOCK_TOKENS]
         ours = self.prompt.tokens[here * BLOCK_TOKENS : (here + count) * BLOCK_TOKENS]
-        if len(theirs) != len(ours) or not (theirs == ours).all():
+        if theirs.tobytes() != ours.tobytes():
             return self.fault("collision", f"extent {self.span.extent} has the keys but not the tokens of the prompt")
         return None
 
@@ -243,27 +243,21 @@ class _HeadJob(_Job):
 class _RangeJob(_Job):
     """Reads pieces that lie side by side: some of one layer, or those of several layers."""
 
-    def __init__(
-        self, head: _Job, header: ExtentHeader, layout: ExtentLayout, layers: range, *, first: int, pieces: int
-    ) -> None:
-        super().__init__(head.load, head.source, head.span, head.prompt, head.into)
+    def __init__(self, head: _Job, header: ExtentHeader, layout: ExtentLayout, asked: Request) -> None:
+        load, source, span, prompt, into = head.load, head.source, head.span, head.prompt, head.into
+        super().__init__(load, source, span, prompt, into, layers=asked.layers, first=asked.first, pieces=asked.count)
         self.header = header
         self.layout = layout
-        self.layers = layers
-        self.layer = layers.start
-        self.start = head.span.start + first
-        self.pieces = pieces
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         if wanted < self.pieces and len(self.layers) > 1:
             self._in_parts()  # what is wanted does not lie side by side
             return
         first = self._in_extent(0)
-        parts = []
-        for layer in self.layers:
-            offset, nbytes = self.layout.piece_range(layer, first, wanted)
-            sizes = self.layout.piece_sizes(layer, first, wanted)
-            parts.append(_Part(layer, offset, sizes, nbytes, self.destination(layer, sizes)))
+        parts = [
+            self.part(layer, self.layout.piece_range(layer, first, wanted)[0], self.layout.piece_sizes(layer, first, wanted))
+            for layer in self.layers
+        ]
         try:
             self.read(staging, parts)
         except (StoreError, OSError):
@@ -271,21 +265,15 @@ class _RangeJob(_Job):
                 raise
             self._in_parts()
             return
-        faults = [self.keep(part, self.header) for part in parts]
-        for part, fault in zip(parts, faults, strict=True):
-            self.load.ended([part.layer], pieces=self.pieces, nbytes=part.nbytes, fault=fault)
-
-    def end(self, fault: Fault | None) -> None:
-        self.load.ended(self.layers, pieces=self.pieces, fault=fault)
+        faults = [fault for part in parts if (fault := self.keep(part, self.header)) is not None]
+        first_fault = min(faults, key=lambda fault: fault.piece, default=None)
+        self.load.ended(self.layers, pieces=self.pieces, nbytes=sum(part.nbytes for part in parts), fault=first_fault)
 
     def _in_parts(self) -> None:
         """Read layer by layer, a layer piece by piece, so that what lies before the bad one is kept."""
         first = self.start - self.span.start
         if len(self.layers) > 1:
-            parts = [self._part(range(layer, layer + 1), first, self.pieces) for layer in self.layers]
+            parts = [Request(range(layer, layer + 1), first, self.pieces) for layer in self.layers]
         else:
-            parts = [self._part(self.layers, first + i, 1) for i in range(self.pieces)]
-        self.span.pool.submit(parts)
-
-    def _part(self, layers: range, first: int, pieces: int) -> _RangeJob:
-        return _RangeJob(self, self.header, self.layout, layers, first=first, pieces=pieces)
+            parts = [Request(self.layers, first + i, 1) for i in range(self.pieces)]
+        self.span.pool.submit([_RangeJob(self, self.header, self.layout, part) for part in parts])

@@ -40,7 +40,7 @@ class Plan:
 def plan_of(representation: Representation, blocks: int, header_bytes: int, first: int, wanted: int) -> Plan:
     """Return how `wanted` pieces from `first` on are read of an extent; the same object for the same extent lengths."""
     layout = expected_layout(representation, blocks, header_bytes)
-    together = read_with_head(representation, header_bytes=header_bytes, first=first, wanted=wanted)
+    together = read_with_head(representation, first=first, wanted=wanted)
     planned = requests(layout, first=first, pieces=wanted, done=together)
     return Plan(layout, together, planned, _model(representation, blocks, header_bytes))
 

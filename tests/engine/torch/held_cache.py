@@ -9,6 +9,7 @@ from typing import Any
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
+from headstart.cache.lease import Stretch
 from headstart.errors import LoadFailed
 from headstart.transfer.buffers import scatter
 
@@ -16,8 +17,9 @@ from headstart.transfer.buffers import scatter
 class HeldLoad:
     """A load of `tokens` tokens. The test calls `bring(layer)`, `fail(usable_tokens=…)` and `end()`."""
 
-    def __init__(self, cache: HeldCache, key: tuple[int, ...], into: Any) -> None:
+    def __init__(self, cache: HeldCache, key: tuple[int, ...], into: Any, first: int, end: int) -> None:
         self._cache, self._key, self._into = cache, key, into
+        self.first_tokens, self.end_tokens = first, end
         self._condition = Condition()
         self._brought: set[int] = set()
         self._failed = False
@@ -57,14 +59,13 @@ class HeldLoad:
 
     def bring(self, *layers: int) -> None:
         for layer in layers:
-            pieces = self._cache.stored[self._key][layer]
-            for first, piece in enumerate(pieces):
+            for first, piece in self._pieces(layer):
                 scatter(memoryview(piece), self._into.buffers(layer, first, [len(piece)]))
                 self.bytes_read += len(piece)
         with self._condition:
             self._brought.update(layers)
             if len(self._brought) == self._cache.representation.layers:
-                self.usable_tokens = len(self._key)
+                self.usable_tokens = self.end_tokens - self.first_tokens
             self._condition.notify_all()
 
     def fail(self) -> None:
@@ -84,10 +85,14 @@ class HeldLoad:
         for callback in callbacks:
             callback(self)
 
+    def _pieces(self, layer: int) -> list[tuple[int, bytes]]:
+        numbered = list(enumerate(self._cache.stored[self._key][layer]))
+        return numbered[self.first_tokens // BLOCK_TOKENS : self.end_tokens // BLOCK_TOKENS]
+
     def overwrite(self, byte: int) -> None:
         """Late bytes land."""
         for layer in range(self._cache.representation.layers):
-            for first, piece in enumerate(self._cache.stored[self._key][layer]):
+            for first, piece in self._pieces(layer):
                 scatter(memoryview(bytes([byte]) * len(piece)), self._into.buffers(layer, first, [len(piece)]))
 
 
@@ -97,8 +102,13 @@ class HeldLease:
         self.tokens = len(key)
         self.releases = 0
 
-    def load(self, into: Any) -> HeldLoad:
-        load = HeldLoad(self._cache, self._key, into)
+    @property
+    def stretches(self) -> list[Stretch]:
+        nbytes = len(self._key) // BLOCK_TOKENS * sum(size or 0 for size in self._cache.representation.layer_bytes)
+        return [Stretch("disk", len(self._key), nbytes, 1)] if self._key else []
+
+    def load(self, into: Any, first_tokens: int = 0, end_tokens: int | None = None) -> HeldLoad:
+        load = HeldLoad(self._cache, self._key, into, first_tokens, len(self._key) if end_tokens is None else end_tokens)
         with self._cache.condition:
             self._cache.loads.append(load)
             self._cache.condition.notify_all()
@@ -106,6 +116,12 @@ class HeldLease:
 
     def release(self) -> None:
         self.releases += 1
+
+    def __enter__(self) -> HeldLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class HeldTicket:

@@ -16,6 +16,7 @@ from headstart.engine.base import EngineInfo, GenerationRequest, TokenEvent
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
+from headstart.engine.torch.stock import StockModel
 
 _numbers = itertools.count()
 
@@ -77,31 +78,45 @@ def stock_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@torch.inference_mode()
+def stock_generate(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own `generate` gives, going on past any stop token."""
+    model.generation_config.eos_token_id = None
+    tokens = model.generate(torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, pad_token_id=2)
+    answer: list[int] = tokens[0, len(prompt) :].tolist()
+    return answer
+
+
 def loaded(folder: Path) -> TorchModel:
-    return load_model(folder, device="cpu", dtype="float32", on_progress=lambda *_: None)
+    """The model, which must be served through our attention."""
+    model = load_model(folder, device="cpu", dtype="float32", on_progress=lambda *_: None)
+    assert isinstance(model, TorchModel), model.why
+    return model
 
 
 def engine_of(
-    model: TorchModel,
+    model: TorchModel | StockModel,
     *,
     context: int = 512,
     full_contexts: float = 3,
     cache: PrefixCache | None = None,
     memory: KVMemory | None = None,
+    hedge_after_s: float = 60.0,
     **settings: Any,
 ) -> TorchEngine:
+    """Loads are waited for however long they are held, unless a test says otherwise."""
     info = EngineInfo(
         model="tiny",
         context_tokens=context,
         vocabulary=model.vocabulary,
         device="cpu",
         dtype="float32",
-        layers=len(model.shape.layers),
+        layers=model.layers,
         kv_bytes_per_token=model.shape.token_bytes,
         cache="",
     )
     memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)), context_tokens=context)
-    return TorchEngine(model, memory, info=info, cache=cache, **settings)
+    return TorchEngine(model, memory, info=info, cache=cache, hedge_after_s=hedge_after_s, **settings)
 
 
 class Answer:

@@ -17,12 +17,22 @@ from headstart.errors import ModelError
 Folders = Callable[..., Path]
 
 
+@pytest.fixture(params=["C", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend by the C kernel, and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(attention, "kernel", lambda: None)
+    elif attention.kernel() is None:
+        pytest.skip("headstart was installed without its C kernel")
+
+
 @pytest.fixture(params=list(KINDS))
 def folder(request: pytest.FixtureRequest, tiny_model_folder: Folders) -> Path:
     kind, changes = KINDS[request.param]
     return tiny_model_folder(kind, **changes)
 
 
+@pytest.mark.usefixtures("way")
 def test_logits_equal_stock_transformers_whatever_the_chunks(folder: Path) -> None:
     _chunks_equal_stock(folder, "eager")
 
@@ -46,6 +56,7 @@ def _chunks_equal_stock(folder: Path, implementation: str) -> None:
     assert (torch.cat(got) - want).abs().max() <= 1e-4
 
 
+@pytest.mark.usefixtures("way")
 def test_requests_that_share_a_prefix_attend_it_as_if_it_were_their_own(folder: Path) -> None:
     model = loaded(folder)
     beginning = some_tokens(64)
@@ -72,6 +83,7 @@ def test_requests_that_share_a_prefix_attend_it_as_if_it_were_their_own(folder: 
     assert torch.equal(shared.keys(0), before)
 
 
+@pytest.mark.usefixtures("way")
 def test_packed_requests_do_not_see_each_other(folder: Path) -> None:
     model = loaded(folder)
     prompts = [some_tokens(count, seed=count) for count in (1, 30, 64, 91)]
@@ -92,6 +104,7 @@ def test_packed_requests_do_not_see_each_other(folder: Path) -> None:
 
 
 def test_the_masked_path_of_other_devices_gives_the_same_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "kernel", lambda: None)
     monkeypatch.setattr(attention, "_FLASH_TYPES", frozenset())
     model, tokens = loaded(folder), some_tokens(90)
     want = stock_logits(stock(folder), tokens)
@@ -103,6 +116,7 @@ def test_the_masked_path_of_other_devices_gives_the_same_logits(folder: Path, mo
     assert (torch.cat(got) - want).abs().max() <= 1e-4
 
 
+@pytest.mark.usefixtures("way")
 def test_running_a_step_again_gives_the_same_bytes(folder: Path) -> None:
     model, tokens = loaded(folder), some_tokens(80)
     kv = ScratchKV(model.shape, len(tokens), model.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +52,28 @@ def test_buffers_hold_the_pieces_one_behind_the_other(layer: int, first: int, co
         for part in (kv.keys(layer), kv.values(layer)):
             want += part[:, tokens].contiguous().numpy().tobytes()
     assert got == want
+
+
+@pytest.mark.parametrize("tokens", [320, 512, 128])
+def test_pieces_of_several_blocks_are_seen_where_they_lie(tokens: int) -> None:
+    shape = replace(SHAPE, piece_tokens=256)
+    kv = KVMemory(shape, 1 << 20, context_tokens=512).allocate_host(tokens)
+    assert kv is not None
+    kv.keys(2).copy_(torch.randn(kv.keys(2).shape))
+    kv.values(2).copy_(torch.randn(kv.values(2).shape))
+    whole = tokens // 256
+    got = kv.buffers(2, 0, [4 * PIECE] * whole)
+    want = b""
+    for piece in range(whole):
+        for part in (kv.keys(2), kv.values(2)):
+            want += part[:, 256 * piece : 256 * (piece + 1)].contiguous().numpy().tobytes()
+    assert b"".join(map(bytes, got)) == want
+    with pytest.raises(ValueError, match="past the"):
+        kv.buffers(2, 0, [4 * PIECE] * (whole + 1))
+    if whole:
+        scatter(memoryview(bytes(4 * PIECE)), kv.buffers(2, 0, [4 * PIECE]))
+        assert not kv.keys(2)[:, :256].any()
+        assert kv.keys(2)[:, 256:].all()
 
 
 def test_buffers_can_be_written_and_attention_sees_it() -> None:

@@ -20,7 +20,7 @@ from truth_kit import HARMLESS, Part, cache_over, flip, open_cache, parts, promp
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.errors import FormatMismatch
-from headstart.testing.fake_kv import OPAQUE, PAGED, TINY, UNEVEN, FakeKV
+from headstart.testing.fake_kv import OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.tier.disk import DiskTier
 
@@ -28,7 +28,7 @@ CAPACITY = 24 << 20
 EXTENTS, PIECES, ROUNDS = 300, 3, 8
 WRITERS, EACH = 12, 6
 open_it = partial(open_cache, capacity_bytes=CAPACITY)
-REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE}
+REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE, "stateful": STATEFUL}
 
 
 def choose(choice: random.Random, ranges: Sequence[Part]) -> Part:
@@ -56,6 +56,8 @@ def usable(part: Part, kv: FakeKV) -> int:
     """How many tokens of a prompt in one extent must still be served after a change in that part, and no more."""
     if part.kind in HARMLESS:
         return kv.pieces * kv.representation.piece_tokens
+    if kv.representation.state == "required":  # good as a whole or not at all
+        return 0
     return part.piece * kv.representation.piece_tokens if part.kind == "piece" else 0
 
 

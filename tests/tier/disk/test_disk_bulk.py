@@ -103,6 +103,9 @@ def what_they_say(books: Books) -> dict[str, object]:
         for extent, position in zip(ids.tolist(), positions.tolist(), strict=True):
             row = None if extent < 0 else books.row(extent)
             located.append(None if row is None else (books.name(row), position))
+        for extent in [] if (states := books.states(representation, KEYS)) is None else states.tolist():
+            row = None if extent < 0 else books.row(extent)
+            located.append(None if row is None else (books.name(row), -1))
     extents = {}
     for row in books.living().tolist():
         info = books.info(row)

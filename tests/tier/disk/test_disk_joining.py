@@ -13,7 +13,7 @@ from disk_kit import Clock, segments
 
 from headstart.block.representation import Representation
 from headstart.testing.crash_disk import CrashDisk
-from headstart.testing.fake_kv import OPAQUE, PAGED, TINY, UNEVEN, FakeKV
+from headstart.testing.fake_kv import OPAQUE, PAGED, STATE_BYTES, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk, ProcessDied
 from headstart.testing.tier_contract import prompt, read
 from headstart.tier.base import ExtentId, Terms
@@ -565,3 +565,99 @@ def test_on_a_real_disk_too(tmp_path: Path, clock: Clock) -> None:
     assert tier.check() == []
     assert sum(path.stat().st_blocks * 512 for path in segments(tmp_path / "kv")) < 2 * len(kv.image())
     tier.close()
+
+
+def with_states(tier: DiskTier, kv: FakeKV) -> list[int]:
+    """Return behind which pieces a state stands, each read and compared to the bit."""
+    states = tier.locate(STATEFUL.digest, kv.keys).states
+    found = []
+    for piece, extent in enumerate([] if states is None else states.tolist(), 1):
+        if extent < 0:
+            continue
+        info = tier.info(ExtentId(extent))
+        assert info is not None
+        assert info.state
+        whole = kv.image(piece - info.blocks, info.blocks, state_bytes=STATE_BYTES)
+        assert read(tier, ExtentId(extent), 0, len(whole)) == whole, f"behind piece {piece} stands another state"
+        found.append(piece)
+    return found
+
+
+def test_joining_ends_at_a_state_and_takes_it_along(tier: DiskTier, disk: CrashDisk, clock: Clock) -> None:
+    kv = prompt(26, representation=STATEFUL)
+    first = 0
+    for pieces, state_bytes in ((5, 0), (8, STATE_BYTES), (5, 0), (8, STATE_BYTES)):
+        assert tier.write(kv.image(first, pieces, state_bytes=state_bytes), STATEFUL).stored
+        first += pieces
+        for _ in range(3):
+            tier.touch(extents_of(tier, kv))
+    pause(tier, clock)
+    assert [info.blocks for extent in extents_of(tier, kv) if (info := tier.info(extent))] == [13, 13]
+    assert with_states(tier, kv) == [13, 26]
+    assert tier.statistics().counters["joined_extents"] == 4
+    tier.close()
+    assert with_states(open_tier(disk, clock), kv) == [13, 26]
+
+
+def test_the_only_holder_of_a_state_is_no_double(tier: DiskTier, disk: CrashDisk, clock: Clock) -> None:
+    kv = prompt(12, representation=STATEFUL)
+    assert tier.write(kv.image(), STATEFUL).stored
+    for behind in (3, 8, 12):
+        assert tier.write(kv.image(behind - 1, 1, state_bytes=STATE_BYTES), STATEFUL).reason == "written"
+    for _ in range(3):
+        clock.now += 31
+        tier.touch([info.id for info in tier.scan()])
+        pause(tier, clock)
+    assert (tier.statistics().extents, with_states(tier, kv)) == (4, [3, 8, 12])
+    tier.close()
+    tier = open_tier(disk, clock)
+    pause(tier, clock)
+    assert with_states(tier, kv) == [3, 8, 12]
+    assert tier.check() == []
+
+
+def test_of_two_that_carry_the_same_state_one_goes(tier: DiskTier, disk: CrashDisk, clock: Clock) -> None:
+    """As a crash leaves them between the joined extent and the removal of its parts."""
+    kv = prompt(9, representation=STATEFUL)
+    assert tier.write(kv.image(4, 5, state_bytes=STATE_BYTES), STATEFUL).stored
+    store = tier._store
+    store.books.present = lambda *_, **__: False  # type: ignore[method-assign]
+    assert tier.write(kv.image(0, 9, state_bytes=STATE_BYTES), STATEFUL).reason == "written"
+    assert tier.write(kv.image(0, 9), STATEFUL).reason == "written"
+    del store.books.present
+    assert tier.statistics().extents == 3
+    pause(tier, clock)
+    assert (tier.statistics().extents, with_states(tier, kv), right_with_state(tier, kv)) == (1, [9], True)
+
+
+def right_with_state(tier: DiskTier, kv: FakeKV) -> bool:
+    (info,) = tier.scan()
+    whole = kv.image(state_bytes=STATE_BYTES)
+    return info.state and read(tier, info.id, 0, len(whole)) == whole
+
+
+@pytest.mark.parametrize("call", range(1, 30, 4))
+def test_dying_amid_joining_loses_no_state(call: int) -> None:
+    disk, clock = CrashDisk(), Clock()
+    faulty = FaultyDisk(disk)
+    tier = open_tier(faulty, clock)
+    kv = prompt(13, representation=STATEFUL)
+    first = 0
+    for pieces, state_bytes in ((4, 0), (4, 0), (5, STATE_BYTES)):
+        assert tier.write(kv.image(first, pieces, state_bytes=state_bytes), STATEFUL).stored
+        first += pieces
+        for _ in range(3):
+            tier.touch(extents_of(tier, kv))
+    assert tier.write(kv.image(5, 1, state_bytes=STATE_BYTES), STATEFUL).stored
+    faulty.die_at(call, after=bool(call % 2))
+    with suppress(ProcessDied, OSError):
+        pause(tier, clock)
+    faulty.bury()
+    disk.kill()
+    again = open_tier(FaultyDisk(disk), clock)
+    assert with_states(again, kv) == [6, 13]
+    pause(again, clock)
+    pause(again, clock)
+    assert with_states(again, kv) == [6, 13]
+    assert again.check() == []
+    again.close()

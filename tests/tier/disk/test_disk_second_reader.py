@@ -108,6 +108,11 @@ class Life:
             seal(image.data, STATEFUL, parent=root, keys=kv.keys, tokens=kv.tokens[:128], state_bytes=len(state))
             assert tier.write(image.data, STATEFUL).stored
             self.states[kv.keys[-1]] = state
+        kv = self.kv(STATEFUL, 6)  # blocks that lie there already, once more with a state
+        for first, pieces in ((0, 6), (2, 1), (1, 1)):
+            state_bytes = 100 * (first + pieces)
+            assert tier.write(kv.image(first, pieces, state_bytes=state_bytes), STATEFUL).reason == "written"
+            self.states[kv.keys[first + pieces - 1]] = bytes(kv.state(first + pieces, nbytes=state_bytes))
 
     def _rot(self, tier: DiskTier, kv: FakeKV) -> None:
         """Change a byte of the prompt's first piece where it lies."""

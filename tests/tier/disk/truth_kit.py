@@ -102,6 +102,10 @@ def _parts_of_extent(path: Path, extent: second_reader.Extent, header_bytes: int
         if padded > at:
             yield Part(path, at, padded, "layer padding", extent)
         at = padded
+    if extent.state:
+        end = at + len(extent.state)
+        yield Part(path, at, end, "state", extent)
+        yield Part(path, end, start + extent.nbytes, "layer padding", extent)
 
 
 def flip(path: Path, at: int, bit: int) -> None:

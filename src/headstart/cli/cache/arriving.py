@@ -63,7 +63,8 @@ class Writer:
         quota = self._retention.quota_bytes(
             terms.tenant, capacity_bytes=self._share.capacity_bytes, whole_bytes=self._share.whole_bytes
         )
-        missing = (self._tier.locate(layout.digest, decode_header(image, layout).keys).extents < 0).any()
+        header = decode_header(image, layout)
+        missing = not self._tier.locate(layout.digest, header.keys).holds(state=header.state_bytes > 0)
         if missing and image.nbytes + SLACK_BYTES > room:
             return "no room; let something go with `headstart cache gc --to`, or lower cache.min_free"
         if missing and quota is not None and numbers.live_bytes_by_tenant.get(terms.tenant, 0) + image.nbytes > quota:

@@ -71,6 +71,7 @@ def export(
             chain = cached.prefixes.chain(spot)
             for i, blocks in zip(chain, cached.prefixes.used_blocks(chain, spot), strict=True):
                 needed[i] = max(needed[i], blocks)
+        needed.update(dict.fromkeys(cached.prefixes.states_of(needed) - needed.keys(), 0))
         left = Left()
         with shown_progress() as on_progress:
             images = _images(cached, layout, needed, left, on_progress)

@@ -47,7 +47,8 @@ def move(
             raise click.UsageError("SOURCE and DESTINATION are the same directory")
         wanted_ones = Wanted(**options)
         ends = {prefix.spot.extent for prefix in cached.chosen(wanted_ones)}
-        wanted = cached.prefixes.order({i for end in ends for i in cached.prefixes.chain(Spot(end, 0))})
+        chains = {i for end in ends for i in cached.prefixes.chain(Spot(end, 0))}
+        wanted = cached.prefixes.order(chains | cached.prefixes.states_of(chains))
         nbytes = sum(cached.extents[i].extent_bytes for i in wanted)
         facts: dict[str, Any] = {
             "dry_run": dry_run,
@@ -115,9 +116,9 @@ def _copy(cached: Cached, wanted: Sequence[int], tier: DiskTier, root: Path, lef
                 continue
             image, header = verified
             if writer.write(i, image, header, layout, Terms(retention=info.retention, tenant=info.tenant)):
-                ids = dict.fromkeys(tier.locate(info.representation, header.keys).extents.tolist())
-                there += [(info.last_used, ExtentId(one)) for one in ids if one >= 0]
+                ids = tier.locate(info.representation, header.keys).ids()
+                there += [(info.last_used, one) for one in ids]
                 if is_pinned(info, cached.now_ms):
-                    tier.pin([ExtentId(one) for one in ids if one >= 0], until_ms=info.pinned_until_ms)
+                    tier.pin(ids, until_ms=info.pinned_until_ms)
     tier.touch([extent for _, extent in sorted(there, reverse=True)])
     return writer

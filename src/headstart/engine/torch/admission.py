@@ -31,7 +31,10 @@ class Admission:
         *,
         max_running: int,
         patience_s: float,
+        share: bool,
     ) -> None:
+        """`share`: whether requests that begin alike hold that beginning together."""
+        self._share = share
         self._roster = roster
         self._memory = memory
         self._loads = loads
@@ -70,7 +73,7 @@ class Admission:
 
     def _offer(self, sequence: Sequence) -> Offer | None:
         """Return what a running request has of this one's prompt, unless the cache has more."""
-        if self._bridge is None or not sequence.use_cache:
+        if self._bridge is None or not sequence.use_cache or not self._share:
             return None
         offer = best_offer(sequence, self._roster.running)
         if offer is None:
@@ -97,7 +100,8 @@ class Admission:
         now = time.monotonic()
         if self._starved_s is None:
             self._starved_s = now
-        if sequence.reload and now < self._starved_s + self._patience_s:  # without `reload`, its load was waited for already
+        waited = not sequence.reload or sequence.mix  # for its load, before it had to have fresh memory
+        if not waited and now < self._starved_s + self._patience_s:
             return None
         kv = self._memory.allocate_spare(sequence.kv_tokens)
         if kv is None:

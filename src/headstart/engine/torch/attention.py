@@ -10,6 +10,9 @@ and nothing is concatenated. Where a sliding window cuts, a part has a mask; cap
 CPU's flash kernel, go through plain matrix products or the device's own kernel. A sink is one more key without a value: it only
 scales the output, by what the log-sum-exp tells.
 
+In float32 on a CPU, the optional C kernel (`kernel.py`) does all of a layer in one call, by the same parts; without it, for
+capped scores and for odd widths, torch's operations here do.
+
 `transformers` calls `attend` for every layer (AttentionInterface); the `Step` reaches it as the keyword `headstart`.
 """
 
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.engine.torch.kernel import Plan, Shape, kernel
 from headstart.errors import ModelError
 
 NAME = "headstart"
@@ -91,6 +95,7 @@ class Step:
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
+    plans: dict[tuple[Shape, bool], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +160,28 @@ def attend(
     if headstart.before_layer is not None:
         headstart.before_layer(layer)
     headstart.attended.append(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = attention_mask.window if attention_mask is not None else sliding_window
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    segments = headstart.segments
+    if headstart.last is not None and layer == headstart.last[0]:
+        segments = _wanted(segments, headstart.last[1])
+        out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
+    native = kernel()
+    if native is not None and softcap is None and native.serves(query, key, value):
+        shape = Shape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
+        whole = segments is headstart.segments
+        plan = headstart.plans.get((shape, whole))
+        if plan is None:
+            plan = headstart.plans[shape, whole] = Plan(native, _grouped(segments), headstart.segments, shape)
+        plan.attend(layer, query[0], key[0], value[0], out, scale=scale, window=window, sinks=s_aux)
+        return out.unsqueeze(0), None
     for segment in headstart.segments:
         begin = segment.first - (segment.prefix.tokens if segment.prefix else 0)
         segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
         segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = attention_mask.window if attention_mask is not None else sliding_window
-    segments = headstart.segments
     alone = s_aux is None and all(one.prefix is None for one in segments)
     rule = _Rule(scale, window, softcap, headstart.masks, alone)
-    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    if headstart.last is not None and layer == headstart.last[0]:
-        segments = _wanted(segments, headstart.last[1])
-        out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
     for prefix, members in _grouped(segments):
         own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
         part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))

@@ -19,15 +19,18 @@ _log = logging.getLogger(__name__)
 class Endings:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters) -> None:
+    def __init__(
+        self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters, *, piece_tokens: int
+    ) -> None:
+        self._piece_tokens = piece_tokens
         self._roster = roster
         self._loads = loads
         self._bridge = bridge
         self._counters = counters
 
     def save(self, sequence: Sequence) -> None:
-        """Give what is computed to the cache, if it is more full blocks than were given before."""
-        whole = sequence.computed // 64 * 64
+        """Give what is computed to the cache, if it is more whole pieces than were given before."""
+        whole = sequence.computed // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
         sequence.saved = whole
@@ -45,7 +48,6 @@ class Endings:
         self._roster.remove(sequence)
         try:
             if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
-                sequence.load.cancel()
                 self._loads.drop(sequence)
             elif finish != "error":
                 self.save(sequence)

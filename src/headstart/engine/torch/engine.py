@@ -25,13 +25,15 @@ from torch import Tensor
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
+from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
-from headstart.engine.torch.floor import measure_floor
+from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Sampler
@@ -54,7 +56,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: TorchModel,
+        model: Model,
         memory: KVMemory,
         *,
         info: EngineInfo,
@@ -62,22 +64,35 @@ class TorchEngine:
         max_running: int = 8,
         chunk_tokens: int = 1024,
         load_timeout_s: float = 30.0,
+        hedge_after_s: float = 0.25,
+        speeds: Speeds | None = None,
+        deterministic: bool = False,
     ) -> None:
+        """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
+        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
         self.cache = cache
         self._memory = memory
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = CHUNK_TOKENS if deterministic else chunk_tokens
         self._counters = Counters()
+        self._speeds = speeds or Speeds(self._counters, chunk_tokens=self._chunk_tokens)
         self._roster = roster = Roster()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # under the roster's lock, too
         self._bridge = None
         if cache is not None:
-            self._bridge = PrefixBridge(cache, memory, timeout_s=load_timeout_s, wake=roster.wake.set)
-        self._loads = Loads(roster, self._bridge, self._counters)
-        self._endings = Endings(roster, self._loads, self._bridge, self._counters)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters)
+            self._bridge = PrefixBridge(
+                cache,
+                memory,
+                speeds=self._speeds,
+                timeout_s=load_timeout_s,
+                hedge_after_s=hedge_after_s,
+                wake=roster.wake.set,
+            )
+        self._loads = Loads(roster, self._bridge, self._speeds, self._counters)
+        self._endings = Endings(roster, self._loads, self._bridge, self._counters, piece_tokens=memory.shape.piece_tokens)
+        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, alone=deterministic)
         self._admission = Admission(
             roster,
             memory,
@@ -87,6 +102,7 @@ class TorchEngine:
             self._counters,
             max_running=max_running,
             patience_s=load_timeout_s,
+            share=not deterministic,
         )
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()
@@ -172,13 +188,14 @@ class TorchEngine:
         return self._call(lambda: self.model.next_logits(tokens, chunk_tokens=self._chunk_tokens))
 
     def warm_up(self) -> None:
-        """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use."""
-        tokens = [1] * min(65, self.info.context_tokens)
-        self._call(
-            lambda: measure_floor(
-                self.model, self._memory, None, tokens, cached_tokens=len(tokens) - 1, rounds=1, chunk_tokens=64
-            )
-        )
+        """Run a short prefill and a decoding step, so that the first request does not pay for what is made on first use; and
+        learn how fast prompts are computed, without and behind a prefix."""
+
+        def run() -> None:
+            for rows, row_keys, seconds in warm_up(self.model, self._memory, context_tokens=self.info.context_tokens):
+                self._speeds.passed(rows, row_keys, seconds, first=True)
+
+        self._call(run)
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the engine's thread, between two steps."""

@@ -1,12 +1,12 @@
 """KV memory of running requests: bounded, counted, one contiguous region a request, seen as tensors and as pieces.
 
     region ┌ layer 0: K head 0 │ K head 1 … │ V head 0 │ V head 1 … ┬ layer 1 … ┐     each strip: [tokens, width]
-           └ each layer starts at a multiple of 4 KiB ┘
+           └ each layer starts at a multiple of 4 KiB ┘    behind the last one: the state of recurrent layers, if there are any
 
 Only layers that keep KV are here, under the numbers that they have in the model, and they may differ. Head-major, because a
 decoding step over 7,500 tokens takes half the time that it takes token-major; a chunk of 64 queries does not care. A piece (64
-tokens of a layer) on a medium is strip 0, strip 1, … of those tokens, so it stands for itself whatever the region's length was,
-and `buffers` names its parts where they lie: nothing is copied.
+tokens of a layer, or some more) on a medium is strip 0, strip 1, … of those tokens, so it stands for itself whatever the length
+of the region was, and `buffers` names its parts where they lie: nothing is copied.
 
 On a GPU or MPS the KV lives there (`DeviceKV`) and host regions of the same shape are only passed through; that path is
 exercised on the CPU by the tests, but was never run on such a device.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import KVKind, Representation
+from headstart.engine.torch.recurrent import RecurrentState, StateShape
 from headstart.tier.arena import ALIGNMENT, Arena, Region
 
 _PLAIN = "torch/piece-kv-head-token-dim/1"
@@ -69,10 +70,16 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a model: the layers that keep any, in the order in which the model runs them."""
+    """The KV of a model: the layers that keep any, in the order in which the model runs them. `state`: of recurrent layers.
+
+    `piece_tokens`: whole blocks that are checked, read and hit together. `manner`: in what way the numbers were computed, where
+    that matters to who reads them; see `deterministic`."""
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
+    state: StateShape | None = None
+    piece_tokens: int = BLOCK_TOKENS
+    manner: str = ""
 
     @classmethod
     def alike(cls, layers: int, *, heads: int, width: int, dtype: torch.dtype) -> Self:
@@ -93,37 +100,48 @@ class KVShape:
 
     def part_bytes(self, place: int) -> int:
         """Bytes of one strip of one piece."""
-        return self.layers[place].width * self.dtype.itemsize * BLOCK_TOKENS
+        return self.layers[place].width * self.dtype.itemsize * self.piece_tokens
 
     def piece_bytes(self, place: int) -> int:
         return self.layers[place].strips * self.part_bytes(place)
 
     def layer_bytes(self, place: int, tokens: int) -> int:
         """Bytes of one layer of a region for `tokens` tokens, whole blocks, up to a multiple of ALIGNMENT."""
-        return -(-self.piece_bytes(place) * tokens // BLOCK_TOKENS // ALIGNMENT) * ALIGNMENT
+        return -(-self.piece_bytes(place) * tokens // self.piece_tokens // ALIGNMENT) * ALIGNMENT
 
     def region_bytes(self, tokens: int) -> int:
-        return sum(self.layer_bytes(place, _whole_blocks(tokens)) for place in range(len(self.layers)))
+        return self.state_offset(_whole_blocks(tokens)) + (0 if self.state is None else self.state.memory_bytes)
+
+    def state_offset(self, tokens: int) -> int:
+        """Where the state lies in a region for `tokens` tokens, whole blocks."""
+        return sum(self.layer_bytes(place, tokens) for place in range(len(self.layers)))
 
     def representation(self, *, query_heads: int) -> Representation:
         """How pieces of this KV are laid down; `query_heads` tells MHA from GQA."""
         kind: KVKind = "mha" if all(layer.heads == query_heads for layer in self.layers) else "gqa"
         if any(layer.latent for layer in self.layers):
             kind = "mla"
+        layouts = sorted({layer.layout for layer in self.layers})
+        if self.state is not None:
+            layouts.append(self.state.layout)
         return Representation(
             kind=kind,
-            layout=" + ".join(sorted({layer.layout for layer in self.layers})),
+            layout=" + ".join(layouts) + (f", {self.manner}" if self.manner else ""),
             dtype=str(self.dtype).removeprefix("torch."),
             layer_bytes=tuple(self.piece_bytes(place) for place in range(len(self.layers))),
             layer_numbers=tuple(self.numbers),
+            piece_tokens=self.piece_tokens,
+            state="none" if self.state is None else "required",
         )
 
 
 class LayerViews:
     """The KV of one request as attention sees it: `planes[i]` [strips, capacity, width] belongs to `shape.layers[i]`; it is
-    asked for by the model's number of a layer."""
+    asked for by the model's number of a layer. `memory`: u8, where the state lies in models with recurrent layers."""
 
-    def __init__(self, shape: KVShape, planes: Sequence[Tensor]) -> None:
+    def __init__(self, shape: KVShape, planes: Sequence[Tensor], memory: Tensor | None = None) -> None:
+        self.state = None if shape.state is None or memory is None else RecurrentState(shape.state, memory)
+        self.stock: Any = None  # what a model that is run as it is keeps (see `stock`)
         self._shape = shape
         self._planes = list(planes)
         self._latent: dict[int, Tensor] = {}
@@ -146,7 +164,7 @@ class LayerViews:
         return self._latent[layer]
 
     def _forget(self) -> None:
-        self._planes, self._latent, self._both = [], {}, {}
+        self._planes, self._latent, self._both, self.state, self.stock = [], {}, {}, None, None
 
 
 class HostKV(LayerViews):
@@ -163,21 +181,35 @@ class HostKV(LayerViews):
             numbers = layer.strips * tokens * layer.width
             planes.append(torch.frombuffer(region.view, dtype=shape.dtype, offset=self._offsets[-1], count=numbers).view(form))
             self._offsets.append(self._offsets[-1] + shape.layer_bytes(place, tokens))
-        super().__init__(shape, planes)
+        memory = None
+        if shape.state is not None:
+            count = shape.state.memory_bytes
+            memory = torch.frombuffer(region.view, dtype=torch.uint8, offset=shape.state_offset(tokens), count=count)
+        super().__init__(shape, planes, memory)
 
     def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of 64 tokens of a strip]."""
-        blocks, part, piece = (
-            self.capacity_tokens // BLOCK_TOKENS,
+        """See `KVView`, which counts the layers that keep KV: u8 [pieces, strips, bytes of a piece of a strip]."""
+        pieces, part, piece = (
+            self.capacity_tokens // self._shape.piece_tokens,
             self._shape.part_bytes(layer),
             self._shape.piece_bytes(layer),
         )
         if any(size != piece for size in sizes):
             raise ValueError(f"pieces of this KV have {piece} bytes, asked for {sorted(set(sizes))}")
-        if first + len(sizes) > blocks:
+        if first + len(sizes) > pieces:
             raise ValueError(f"pieces {first} to {first + len(sizes)} are past the {self.capacity_tokens} tokens of this KV")
-        strips = np.frombuffer(self._view, np.uint8, blocks * piece, self._offsets[layer]).reshape(-1, blocks, part)
+        strip = part // self._shape.piece_tokens * self.capacity_tokens  # which need not be whole pieces
+        planes = np.frombuffer(self._view, np.uint8, piece // part * strip, self._offsets[layer]).reshape(-1, strip)
+        strips = planes[:, : pieces * part].reshape(piece // part, pieces, part)  # splitting an axis copies nothing
         return strips[:, first : first + len(sizes)].transpose(1, 0, 2)
+
+    def take(self, host: HostKV, first: int, *, at: int, tokens: int) -> None:
+        """Copy `tokens` tokens of `host` from `first` on to where `at` is here. All in whole blocks."""
+        blocks = tokens // BLOCK_TOKENS
+        for place in range(len(self._shape.layers)):
+            sizes = [self._shape.piece_bytes(place)] * blocks
+            here = self.buffers(place, at // BLOCK_TOKENS, sizes)
+            np.copyto(here, host.buffers(place, first // BLOCK_TOKENS, sizes))
 
     def retain(self) -> None:
         self._region.retain()
@@ -197,11 +229,17 @@ class DeviceKV(LayerViews):
         super().__init__(
             shape,
             [torch.empty((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+            _state_memory(shape, device),
         )
 
     def copy_layer(self, place: int, *, of: HostKV, tokens: int) -> None:
         """Take the first `tokens` tokens of the layer at `place` from host memory."""
         self._planes[place][:, :tokens].copy_(of._planes[place][:, :tokens])
+
+    def take(self, host: HostKV, first: int, *, at: int, tokens: int) -> None:
+        """As of `HostKV`."""
+        for here, there in zip(self._planes, host._planes, strict=True):
+            here[:, at : at + tokens].copy_(there[:, first : first + tokens])
 
     def copy_to(self, host: HostKV, tokens: int) -> None:
         for there, here in zip(host._planes, self._planes, strict=True):
@@ -221,6 +259,7 @@ class ScratchKV(LayerViews):
         super().__init__(
             shape,
             [torch.zeros((one.strips, tokens, one.width), dtype=shape.dtype, device=device) for one in shape.layers],
+            _state_memory(shape, device),
         )
 
 
@@ -305,7 +344,7 @@ class KVMemory:
 
         Reading into memory that was never touched takes several times as long. For one thread at a time."""
         nbytes = min(self.shape.region_bytes(tokens), self._most_used - self._touched)
-        if self._device is not None or nbytes <= 0:
+        if self._device is not None or not self.shape.layers or nbytes <= 0:
             return False
         self._touched += nbytes
         return self._arena.touch(nbytes) and self._touched < self._most_used
@@ -323,6 +362,10 @@ class KVMemory:
             if kv._references == 0:
                 self._device_used -= kv._bytes
                 kv._forget()
+
+
+def _state_memory(shape: KVShape, device: torch.device) -> Tensor | None:
+    return None if shape.state is None else torch.empty(shape.state.memory_bytes, dtype=torch.uint8, device=device)
 
 
 def _whole_blocks(tokens: int) -> int:

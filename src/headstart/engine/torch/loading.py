@@ -1,15 +1,20 @@
-"""Loads of stored prefixes, from their start to what came of them."""
+"""Stored prefixes of requests: what is decided about them, their loads from start to end, and what came of them."""
 
 from __future__ import annotations
 
 import logging
 import time
 
+from headstart.engine.base import LoadDecision
+from headstart.engine.speeds import Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
-from headstart.engine.torch.prefix import Outcome, PrefixBridge
+from headstart.engine.torch.meeting import Meeting
+from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.prefix_load import Outcome, PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
+from headstart.policy.loading import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -17,62 +22,135 @@ _log = logging.getLogger(__name__)
 class Loads:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, bridge: PrefixBridge | None, counters: Counters) -> None:
+    def __init__(self, roster: Roster, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters) -> None:
+        self.speeds = speeds
         self._roster = roster
         self._bridge = bridge
         self._counters = counters
 
     def start(self, sequence: Sequence) -> None:
-        """Match the prompt of a request that has its KV, and start to load what matched."""
+        """Match the prompt of a request that has its KV, decide what is done with what matched, and start to read it."""
         if self._bridge is None or not sequence.use_cache or not sequence.reload:
             return
         assert isinstance(sequence.kv, HostKV | DeviceKV)
         started = time.monotonic()
         try:
-            sequence.load = self._bridge.start_load(sequence.request.prompt, sequence.kv, salt=sequence.request.salt)
+            sequence.load, plan, matched = self._bridge.start_load(
+                sequence.request.prompt,
+                sequence.kv,
+                salt=sequence.request.salt,
+                ahead_s=self._ahead_s(sequence),
+                mix=sequence.mix,
+            )
         except Exception:  # noqa: BLE001 - a request's outer edge: without the cache it can still be answered
             self._counters.add("match_faults")
             _log.exception("matching request %s failed; it is computed", sequence.request.id)
-        sequence.match_s = time.monotonic() - started
-        if sequence.load is not None:
+            return
+        finally:
+            sequence.match_s = time.monotonic() - started
+        if plan is None:
+            return
+        self._tell(sequence, plan, matched)
+        if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
 
     def settle(self) -> None:
-        """Take over what is done, and give up what takes too long."""
+        """Take over what is done, go on with what meets, and give up what takes too long."""
         for sequence in list(self._roster.running):
             load = sequence.load
-            if load is None:
+            if isinstance(load, Meeting):
+                self._settle_meeting(sequence, load)
+            elif load is None:
                 continue
-            if load.done:
+            elif load.done:
                 self.adopt(sequence, load.outcome())
             elif load.overdue:
-                # Bytes may still land in its KV, so it gets fresh KV, at its place in the queue, and computes everything.
-                load.cancel()
-                self.drop(sequence)
-                sequence.release_kv()
-                sequence.computed = 0
-                sequence.reload = False
-                sequence.notes.append("the load took too long; computed instead")
                 self._counters.add("loads_timed_out")
-                self._roster.put_back(sequence)
+                sequence.reload = False
+                self._start_again(sequence, "the load took too long; computed instead")
+            elif load.slow:
+                assert self._bridge is not None
+                self._counters.add("load_waits_cut_short")
+                sequence.mix = sequence.reload = self._bridge.in_parts
+                load.give_up()
+                self._start_again(
+                    sequence, "reading was slower than computing would be: it is computed from the start meanwhile"
+                )
 
     def adopt(self, sequence: Sequence, outcome: Outcome) -> None:
         """The load is over: what it brought counts, what it did not is computed."""
-        assert sequence.load is not None
-        if outcome.tokens < sequence.load.tokens:
-            sequence.notes.append(f"loaded {outcome.tokens} of {sequence.load.tokens} matched tokens; the rest was computed")
-            self._counters.add("loads_cut_short")
-        sequence.computed = outcome.tokens
+        load = sequence.load
+        assert load is not None
+        self._count(sequence, outcome)
+        missing = load.tokens - outcome.tokens
+        if isinstance(load, Meeting):
+            sequence.computed = load.tokens
+            sequence.notes.append(f"{missing} stored tokens were computed while {outcome.tokens} were read")
+            self._counters.add("stored_tokens_computed", missing)
+        else:
+            sequence.computed = outcome.tokens
+            if missing:
+                sequence.notes.append(f"loaded {outcome.tokens} of {load.tokens} matched tokens; the rest was computed")
+                self._counters.add("loads_cut_short")
+                self._counters.add("stored_tokens_computed", missing)
+            elif load.plan.load_s is not None:
+                self.speeds.loaded(outcome.seconds, estimate_s=load.plan.load_s)
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """The engine is through with its load, whatever became of it; reads under way keep the memory that they touch."""
+        load, sequence.load = sequence.load, None
+        if isinstance(load, Meeting):
+            load.end()
+        elif load is not None:
+            if not load.done:
+                load.cancel()
+            load.release()
+
+    def _settle_meeting(self, sequence: Sequence, load: Meeting) -> None:
+        lead = load.lead
+        if lead is not None:
+            if lead.done:
+                sequence.computed = load.take_lead()
+            elif lead.overdue:
+                self._counters.add("loads_timed_out")
+                sequence.reload = False
+                self._start_again(sequence, "the load took too long; computed instead")
+                return
+        load.go_on()
+        if load.met(sequence.computed):
+            self.adopt(sequence, load.outcome())
+
+    def _start_again(self, sequence: Sequence, why: str) -> None:
+        """Bytes may still land in its KV, so it gets fresh KV, at its place in the queue."""
+        self.drop(sequence)
+        sequence.release_kv()
+        sequence.computed = 0
+        sequence.notes.append(why)
+        self._roster.put_back(sequence)
+
+    def _count(self, sequence: Sequence, outcome: Outcome) -> None:
         sequence.cached_memory_tokens = outcome.memory_tokens
         sequence.cached_disk_tokens = outcome.disk_tokens
         sequence.bytes_read = outcome.bytes_read
         sequence.load_s = outcome.seconds
         self._counters.add("cached_memory_tokens", outcome.memory_tokens)
         self._counters.add("cached_disk_tokens", outcome.disk_tokens)
-        self.drop(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """The engine is through with its load; reads under way keep the memory that they touch."""
-        load, sequence.load = sequence.load, None
-        if load is not None:
-            load.release()
+    def _tell(self, sequence: Sequence, plan: Plan, matched: int) -> None:
+        sequence.decision = LoadDecision(plan.choice, matched, plan.load_s, plan.compute_s)
+        self._counters.add(f"load_decisions_{plan.choice}")
+        if plan.choice == "compute" and plan.load_s is not None and plan.compute_s is not None:
+            left = matched - plan.at_once_tokens
+            self._counters.add("stored_tokens_computed", left)
+            sequence.notes.append(
+                f"{left} stored tokens were computed, in an estimated {plan.compute_s:.2g} s: reading takes {plan.load_s:.2g} s"
+            )
+
+    def _ahead_s(self, sequence: Sequence) -> float:
+        """Return in how many seconds the prompts of those that run will be computed."""
+        computing = self.speeds.computing
+        if computing is None:
+            return 0.0
+        others = [one for one in self._roster.running if one is not sequence and one.load is None and not one.decoding]
+        return sum(computing.seconds(one.computed, len(one.tokens)) for one in others)

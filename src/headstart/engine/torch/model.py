@@ -1,31 +1,38 @@
-"""A Hugging Face decoder, loaded from a folder and run over packed batches through our attention. Refuses what it cannot serve.
+"""A Hugging Face decoder, loaded from a folder and run over packed batches through our attention.
 
-A model is taken only if a short probe gives the same logits through its own attention and through ours; so a kind of model
-that nobody thought of is refused with a sentence, never served with wrong numbers.
+A model is run so only if a short probe gives the same logits through its own attention and through ours; so a kind of model
+that nobody thought of is never served with wrong numbers. It is run as it is then, without the prefix cache (`stock`), and says
+why; only what cannot be run even so is refused.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, packing
+from headstart.engine.torch import attention, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
+from headstart.engine.torch.facts import ModelFacts
 from headstart.engine.torch.hardware import choose_device, choose_dtype
-from headstart.engine.torch.kv_memory import KVShape, ScratchKV
+from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
+from headstart.engine.torch.stock import StockModel
 from headstart.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-_SERVED = "Llama, Qwen, Mistral, Gemma, Mixtral, Phi, OLMo, gpt-oss and like kinds of model are"
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Others hide from a short probe what they do beyond it (chunks, an index of the keys worth attending).
+_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+)
 # Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
+_NOTHING = LayerKV(0, 2, 1)  # what stands for tokens of which no layer keeps anything, so that there are blocks to find
 _PROBE_CHUNKS = (33, 7, 1)  # prefill, prefill behind a prefix, decode
 _CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
@@ -38,17 +45,33 @@ class TorchModel:
         self.name = name
         self.config: Any = module.config
         text = self.config.get_text_config()
-        self.heads: int = text.num_attention_heads
-        self.context_tokens: int = text.max_position_embeddings
-        self.vocabulary: int = text.vocab_size
-        self.device: torch.device = next(module.parameters()).device
-        self.dtype: torch.dtype = next(module.parameters()).dtype
-        self.shape = KVShape.alike(
-            text.num_hidden_layers,
-            heads=getattr(text, "num_key_value_heads", None) or self.heads,
-            width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
-            dtype=self.dtype,
-        )
+        facts = ModelFacts.of(module)
+        self.context_tokens, self.vocabulary = facts.context_tokens, facts.vocabulary
+        self.device, self.dtype, self.layers = facts.device, facts.dtype, facts.layers
+        self.heads: int = getattr(text, "num_attention_heads", None) or 1
+        self.mixers: recurrent.Mixers | None = None
+        if recurrent.is_recurrent(self.config):
+            self.shape = self._found()
+        else:
+            self.shape = KVShape.alike(
+                text.num_hidden_layers,
+                heads=getattr(text, "num_key_value_heads", None) or self.heads,
+                width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
+                dtype=self.dtype,
+            )
+
+    def _found(self) -> KVShape:
+        """Take over the recurrent layers; return what the model keeps, as it showed itself in a short run."""
+        self.config._attn_implementation = "eager"
+        with torch.inference_mode():
+            found = recurrent.find(self.module, _probe_tokens(self.vocabulary))
+        recurrent.follow_layer_numbers(self.module)
+        self.mixers = recurrent.Mixers(found.mixers, found.state)
+        layers = [
+            LayerKV(number, 2 * heads, key) if key == value else LayerKV(number, heads, key + value, key_width=key)
+            for number, heads, key, value in found.kv
+        ]
+        return KVShape(tuple(layers) or (_NOTHING,), self.dtype, found.state)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], step: Step, *, rows: Sequence[int]) -> Tensor:
@@ -56,18 +79,33 @@ class TorchModel:
 
         Writes the KV of every token at its position. Whatever `step.before_layer` raises passes through; running the same
         step again then writes the same bytes."""
-        if len(rows) < len(tokens):
+        if len(rows) < len(tokens) and self.mixers is None:  # a recurrent layer needs every row of what is before it
             step.last = (self.shape.numbers[-1], frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
-        output = self.module(
-            input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
-            position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
-            use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
-            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
-            headstart=step,
-        )
+        with self._states(step):
+            output = self.module(
+                input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
+                position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
+                use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
+                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
+                headstart=step,
+            )
         logits: Tensor = output.logits[0]
-        return logits.float()
+        return (logits if len(logits) == len(rows) else logits[list(rows)]).float()
+
+    def _states(self, step: Step) -> AbstractContextManager[None]:
+        """Have recurrent layers go on from the states of the step's requests, which are undone if it is given up."""
+        if self.mixers is None:
+            return nullcontext()
+        parts = []
+        for one in step.segments:
+            assert isinstance(one.kv, LayerViews)
+            assert one.kv.state is not None
+            if self.shape.layers == (_NOTHING,):
+                one.kv.keys(0)[:, one.first : one.first + one.count] = 0
+                one.kv.values(0)[:, one.first : one.first + one.count] = 0
+            parts.append(recurrent.Part(one.rows, one.first, one.kv.state))
+        return self.mixers.running(parts, keep=step.before_layer is not None)
 
     def next_logits(self, tokens: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
         """Return float32 logits [vocabulary] for the token after `tokens`, with KV outside the engine's memory."""
@@ -78,8 +116,11 @@ class TorchModel:
         return logits[0]
 
 
-def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[str, float], None]) -> TorchModel:
-    """Return the model in `folder`, probed. Raises ModelError for what cannot be read or served."""
+Model = TorchModel | StockModel
+
+
+def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[str, float], None]) -> Model:
+    """Return the model in `folder`, probed. Raises ModelError for what cannot be read or run."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -87,20 +128,43 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
         raise ModelError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder; name one that has", folder=folder
         )
-    on_progress("loading weights", 0.0)
     transformers.utils.logging.disable_progress_bar()  # progress is ours to show
     attention.register()
     place = choose_device(device)
+    number = choose_dtype(dtype, place)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(f"{folder}/config.json cannot be read: {_first_line(error)}", folder=folder) from error
     _refuse_unserved(config, folder)
+    moving = _moving_rope(config)
+    why = moving or _hides(config)
+    if why is None:
+        module = _weights(folder, place, number, on_progress)
+        on_progress("checking the model", 0.0)
+        try:
+            model: Model = _probed(module, folder.name)
+        except ModelError as error:
+            why = _first_line(error)
+            del module  # what was tried on it is gone with it
+    if why is not None:
+        _log.warning("%s is run as it is, without the prefix cache, because %s", folder.name, why)
+        module = _weights(folder, place, number, on_progress)
+        on_progress("checking the model", 0.0)
+        model = StockModel(module, name=folder.name, why=why, at_once=moving is not None)
+    _make_private(model.module)
+    on_progress("checking the model", 1.0)
+    return model
+
+
+def _weights(folder: Path, place: torch.device, dtype: torch.dtype, on_progress: Callable[[str, float], None]) -> Any:
+    import transformers
+
+    on_progress("loading weights", 0.0)
     try:
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            config=config,
-            dtype=choose_dtype(dtype, place),
+            dtype=dtype,
             local_files_only=True,
             use_safetensors=True,  # other files have no part in the model's identity
             output_loading_info=True,
@@ -115,12 +179,17 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
             "fetch it again",
             folder=folder,
         )
-    model = TorchModel(module.eval().to(place).requires_grad_(False), name=folder.name)
     on_progress("loading weights", 1.0)
-    on_progress("checking the model", 0.0)
+    return module.eval().to(place).requires_grad_(False)
+
+
+def _probed(module: Any, name: str) -> TorchModel:
+    """Return the model if it gives its own logits through our attention, else raise ModelError."""
+    try:
+        model = TorchModel(module, name=name)
+    except _CANNOT_RUN as error:
+        raise ModelError(f"its layers cannot be told apart ({_first_line(error)})") from error
     probe(model)
-    _make_private(module)
-    on_progress("checking the model", 1.0)
     return model
 
 
@@ -134,87 +203,113 @@ def probe(model: TorchModel) -> None:
     """Compare logits of a short text through stock attention and through ours, in chunks; switch the model to ours.
 
     Packed weights are tried first, and given up with a sentence where they give other logits than the plain ones."""
-    tokens = [(7919 * (index + 1)) % model.vocabulary for index in range(sum(_PROBE_CHUNKS))]
+    tokens = _probe_tokens(model.vocabulary)
     try:
         model.config._attn_implementation = "eager"
         with torch.inference_mode():
-            want = model.module(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
+            want = model.module(
+                torch.tensor([tokens], device=model.device),
+                position_ids=torch.arange(len(tokens), device=model.device).unsqueeze(0),
+                use_cache=False,
+            ).logits[0]
     except _CANNOT_RUN as error:
-        raise _not_run(model, error) from error
+        raise _not_run(error) from error
     model.config._attn_implementation = attention.NAME
     why = None
     try:
         if packing.pack(model.module):
-            _compare(model, tokens, want)
+            _compare_both_ways(model, tokens, want.float())
             return
     except (ModelError, *_CANNOT_RUN) as error:
         packing.unpack(model.module)
         why = _first_line(error)
-    _compare(model, tokens, want)
+    _compare_both_ways(model, tokens, want.float())
     if why is not None:
         _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
 
 
+def _compare_both_ways(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
+    """Compare; where recurrent layers cannot go on from a state with several rows at once, give them one at a time."""
+    try:
+        _compare(model, tokens, want)
+    except ModelError:
+        if model.mixers is None or model.mixers.by_rows:
+            raise
+        model.mixers.by_rows = True
+        _compare(model, tokens, want)
+
+
 def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
-    """Raise ModelError unless our forward pass gives the logits `want`, of all rows at once and of a chunk's last alone."""
-    kv = ScratchKV(model.shape, len(tokens), model.device)
+    """Raise ModelError unless our forward pass gives the logits `want`, of all rows at once, and of a chunk's last alone beside
+    another request."""
+    kv, twins = (
+        ScratchKV(model.shape, len(tokens), model.device),
+        [ScratchKV(model.shape, len(tokens), model.device) for _ in "ab"],
+    )
     got, last, first = [], [], 0
     try:
         for chunk in _PROBE_CHUNKS:
+            some = tokens[first : first + chunk]
             step = Step([Segment(kv, 0, chunk, first)])
-            got.append(model.forward(tokens[first : first + chunk], step, rows=range(chunk)))
-            if step.attended != model.shape.numbers:
-                raise ModelError(
-                    f"{model.name} ({model.config.model_type}) has layers that are not plain attention; {_SERVED} served"
-                )
-            last.append(model.forward(tokens[first : first + chunk], Step([Segment(kv, 0, chunk, first)]), rows=[chunk - 1]))
+            got.append(model.forward(some, step, rows=range(chunk)))
+            if step.attended and step.attended != model.shape.numbers:
+                raise ModelError("it has layers that are not plain attention")
+            both = Step([Segment(twin, place * chunk, chunk, first) for place, twin in enumerate(twins)])
+            last.append(model.forward([*some, *some], both, rows=[chunk - 1, 2 * chunk - 1]))
             first += chunk
     except _CANNOT_RUN as error:
-        raise _not_run(model, error) from error
+        raise _not_run(error) from error
     ends = [sum(_PROBE_CHUNKS[: index + 1]) - 1 for index in range(len(_PROBE_CHUNKS))]
-    apart = float(torch.cat([torch.cat(got) - want, torch.cat(last) - want[ends]]).abs().max())
+    apart = float(torch.cat([torch.cat(got) - want, torch.cat(last) - want[ends].repeat_interleave(2, dim=0)]).abs().max())
     allowed = (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(want.abs().max()))
     if not apart <= allowed:  # also when either is NaN
         raise ModelError(
-            f"{model.name} ({model.config.model_type}) gives other logits through our attention (apart by {apart:.3g}, "
-            f"allowed {allowed:.3g}), so this version does not serve it; {_SERVED} served",
+            f"it ({model.config.model_type}) gives other logits through our attention (apart by {apart:.3g}, "
+            f"allowed {allowed:.3g})",
             apart=apart,
         )
 
 
-def _not_run(model: TorchModel, error: Exception) -> ModelError:
-    return ModelError(
-        f"{model.name} ({model.config.model_type}) cannot be run by this version ({_first_line(error)}); {_SERVED} served"
-    )
+def _not_run(error: Exception) -> ModelError:
+    return ModelError(f"it cannot be run through our attention ({_first_line(error)})")
+
+
+def _probe_tokens(vocabulary: int) -> list[int]:
+    return [(7919 * (index + 1)) % vocabulary for index in range(sum(_PROBE_CHUNKS))]
 
 
 def _refuse_unserved(config: Any, folder: Path) -> None:
+    """Raise ModelError for what is no decoder of text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     why = None
     if getattr(config, "is_encoder_decoder", False):
         why = "an encoder-decoder"
-    elif text is not config or any(hasattr(config, part) for part in ("vision_config", "audio_config")):
-        why = "a multimodal model"
     elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        why = f"of kind {config.model_type!r}, which generates no text"
-    elif getattr(text, "kv_lora_rank", None):
-        why = "a model with latent attention (MLA)"
-    elif not set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES:
-        why = "a model with recurrent or other layers beside attention"
-    elif getattr(text, "num_kv_shared_layers", None):
-        why = "a model whose layers share KV"
-    elif ropes & _MOVING_ROPE:
-        why = (
-            f"a model with {', '.join(sorted(ropes & _MOVING_ROPE))} RoPE, whose KV depends on the length of the whole sequence"
-        )
-    elif not all(hasattr(text, name) for name in ("num_attention_heads", "hidden_size", "max_position_embeddings")):
-        why = f"of kind {config.model_type!r}, whose configuration does not tell heads, width and context"
+        why = f"of kind {config.model_type!r}, which transformers does not load for generating text alone"
     if why is not None:
-        raise ModelError(f"{folder.name} is {why}, which is not served yet by this version; {_SERVED} served", folder=folder)
+        raise ModelError(
+            f"{folder.name} is {why}; use a decoder, for example one of the Llama, Qwen, Mistral or Gemma kinds", folder=folder
+        )
+
+
+def _moving_rope(config: Any) -> str | None:
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)} & _MOVING_ROPE
+    return f"its {' and '.join(sorted(ropes))} RoPE makes KV depend on the length of the whole text" if ropes else None
+
+
+def _hides(config: Any) -> str | None:
+    """Return why the probe's short text would say nothing of a model."""
+    text = config.get_text_config()
+    types = set(getattr(text, "layer_types", None) or ())
+    if others := types - _LAYER_TYPES:
+        return f"it has layers of kind {', '.join(sorted(others))}"
+    if not types and getattr(text, "attention_chunk_size", None):
+        return "its attention is cut into chunks"
+    if getattr(text, "num_kv_shared_layers", None):
+        return "its layers share KV"
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,10 +14,12 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
+from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
-from headstart.engine.torch.model import TorchModel, load_model
+from headstart.engine.torch.model import Model, load_model
+from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
@@ -33,6 +35,8 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     use_physical_cores()
     keep_freed_memory()
     identity, model = _load_identified(folder, config, on_progress)
+    if config.engine.deterministic:
+        _log.info("deterministic, so slower: one request a pass; the bits hold for %s", make_deterministic(model))
     on_progress("preparing memory", None)
     context, capacity = _plan_memory(model, config)
     try:
@@ -55,7 +59,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
             vocabulary=model.vocabulary,
             device=model.device.type,
             dtype=str(model.dtype).removeprefix("torch."),
-            layers=len(model.shape.layers),
+            layers=model.layers,
             kv_bytes_per_token=model.shape.token_bytes,
             cache=said,
         ),
@@ -63,6 +67,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        deterministic=config.engine.deterministic,
     )
     on_progress("warming up", None)
     engine.warm_up()
@@ -72,7 +77,7 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
 
 def _load_identified(
     folder: Path, config: Config, on_progress: Callable[[str, float | None], None]
-) -> tuple[Identity | None, TorchModel]:
+) -> tuple[Identity | None, Model]:
     """Return the model and the identity of the very bytes that it was loaded from; no identity where nothing is cached.
 
     The KV of other weights must never be saved under an identity, so a folder that changes meanwhile is refused."""
@@ -96,7 +101,7 @@ def _facts(folder: Path) -> list[tuple[str, int, int, int, int, int]]:
     return [(name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in facts]
 
 
-def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
+def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     """Return the context in tokens and the bytes of KV memory. One full context always fits: it is cut to what there is.
 
     "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half; what
@@ -131,17 +136,21 @@ def _plan_memory(model: TorchModel, config: Config) -> tuple[int, int]:
     return context, capacity
 
 
-def _tokens_that_fit(model: TorchModel, capacity: int, *, below: int) -> int:
+def _tokens_that_fit(model: Model, capacity: int, *, below: int) -> int:
     tokens = min(below, capacity // model.shape.token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
     while tokens and model.shape.region_bytes(tokens) > capacity:  # layers are rounded up to whole OS pages
         tokens -= BLOCK_TOKENS
     return tokens
 
 
-def _open_cache(identity: Identity | None, config: Config, model: TorchModel) -> tuple[PrefixCache | None, str]:
+def _open_cache(identity: Identity | None, config: Config, model: Model) -> tuple[PrefixCache | None, str]:
     """Return the cache, or None, and one sentence about it; behind "; " what is wrong with it."""
     if identity is None:
         return None, "off by configuration"
+    if isinstance(model, StockModel):
+        return None, f"off for this model, because {model.why.replace('; ', ', ')}"
+    if model.mixers is not None:
+        return None, "off for this model, because the state of its recurrent layers is not stored yet"
     wrong: list[str] = []
     settings = config.cache
     capacity, told = _disk_capacity(settings)

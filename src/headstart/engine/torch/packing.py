@@ -26,6 +26,11 @@ class PackedLinear(nn.Module):
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return product
 
+    @property
+    def weight(self) -> Tensor:
+        """The plain weights, made anew: for layers that look at them beside calling this."""
+        return self._packed.to_dense()
+
     def unpacked(self) -> nn.Linear:
         """Return a plain layer with the same bits."""
         with torch.device("meta"):

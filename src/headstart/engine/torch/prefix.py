@@ -6,131 +6,80 @@ request in the middle of a load therefore frees its memory with the last byte th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from headstart.cache.prefix_cache import Lease, Load, PrefixCache
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, KVShape
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.engine.speeds import ReadAccount, Speeds
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.meeting import Meeting
+from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
-
-
-class PrefixLoad:
-    """A load under way into a request's KV. `tokens` is what matched, `failed` that it will not become all of it.
-
-    Two references to host memory: one until no read can touch it any more, one until the engine calls `release`."""
-
-    def __init__(self, lease: Lease, kv: HostKV | DeviceKV, host: HostKV, *, shape: KVShape, timeout_s: float) -> None:
-        self.tokens = lease.tokens
-        self.failed = False
-        self.done = False  # no read can touch the host memory any more
-        self.started_s = time.monotonic()
-        self.deadline_s = self.started_s + timeout_s
-        self._device_kv = kv if isinstance(kv, DeviceKV) else None
-        self._host = host
-        self._shape = shape
-        self._copied = 0  # layers that are on the device
-        self._load: Load = lease.load(into=host)
-        host.retain()
-
-    @property
-    def overdue(self) -> bool:
-        return time.monotonic() >= self.deadline_s
-
-    def wait(self, layer: int, timeout_s: float) -> None:
-        """Return when the model's layer `layer` may be attended. Raises LoadFailed."""
-        layer = self._shape.place(layer)
-        self._load.wait(layer, timeout_s=max(0.0, min(timeout_s, self.deadline_s - time.monotonic())))
-        self._to_device(layer + 1, self.tokens)
-
-    def outcome(self) -> Outcome:
-        """Return what came of it; only when `done`, or after `wait` returned for every layer."""
-        usable = min(self._load.usable_tokens, self.tokens)
-        self._to_device(len(self._shape.layers), usable)
-        by_tier = self._load.tokens_by_tier
-        memory = min(usable, by_tier.get("memory", 0))
-        return Outcome(
-            memory_tokens=memory,
-            disk_tokens=usable - memory,
-            bytes_read=self._load.bytes_read,
-            seconds=self._load.seconds or time.monotonic() - self.started_s,
-        )
-
-    def finish(self, timeout_s: float) -> Outcome:
-        """Wait for every read to end and return what came of it. Raises LoadFailed when that takes too long."""
-        self._load.result(timeout_s=timeout_s)
-        return self.outcome()
-
-    def add_done_callback(self, callback: Callable[[Load], None]) -> None:
-        self._load.add_done_callback(callback)
-
-    def cancel(self) -> None:
-        self._load.cancel()
-
-    def release(self) -> None:
-        """The engine is through with it. Reads under way keep the memory that they touch."""
-        self._host.release()
-
-    def _to_device(self, layers: int, tokens: int) -> None:
-        if self._device_kv is not None and tokens:
-            for layer in range(self._copied, layers):
-                self._device_kv.copy_layer(layer, of=self._host, tokens=tokens)
-            self._copied = max(self._copied, layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Tokens that are good in all layers, by tier; all bytes read for them; seconds from start to the last byte."""
-
-    memory_tokens: int
-    disk_tokens: int
-    bytes_read: int
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        return self.memory_tokens + self.disk_tokens
+from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
 
 
 class PrefixBridge:
-    """`wake` is called from other threads whenever a load or save has let go of KV."""
+    """`wake` is called from other threads whenever a load or save has let go of KV.
 
-    def __init__(self, cache: PrefixCache, memory: KVMemory, *, timeout_s: float, wake: Callable[[], None]) -> None:
+    `hedge_after_s`: how late a layer may be at least before its load is given up as too slow."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        memory: KVMemory,
+        *,
+        speeds: Speeds,
+        timeout_s: float,
+        hedge_after_s: float,
+        wake: Callable[[], None],
+    ) -> None:
         self._cache = cache
         self._memory = memory
+        self._speeds = speeds
         self._timeout_s = timeout_s
+        self._hedge_after_s = hedge_after_s
         self._wake = wake
 
-    def start_load(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
-        """Return a load of the longest stored prefix into `kv`, or None for a miss."""
+    @property
+    def in_parts(self) -> bool:
+        """Whether reading may stop anywhere for computing: a recurrent state is only there at the end, and pieces of several
+        blocks stand for passes that are not cut (`deterministic`)."""
+        representation = self._cache.representation
+        return representation.state == "none" and representation.piece_tokens == BLOCK_TOKENS
+
+    def start_load(
+        self,
+        tokens: Sequence[int],
+        kv: HostKV | DeviceKV,
+        *,
+        salt: str | None,
+        ahead_s: float = 0.0,
+        mix: bool = False,
+    ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
+        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
+        A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
         lease = self._cache.match(tokens, salt=salt)
-        host = self._passage(kv, lease.tokens) if lease.tokens else None
-        if host is None:
-            lease.release()
-            return None
+        under_way: PrefixLoad | Meeting | None = None
+        plan = None
         try:
-            loading = PrefixLoad(lease, kv, host, shape=self._memory.shape, timeout_s=self._timeout_s)
-        except BaseException:
-            lease.release()
-            host.release()
-            raise
+            if lease.tokens:
+                plan = self._plan(lease, suffix_tokens=len(tokens) - lease.tokens, ahead_s=ahead_s, mix=mix)
+                under_way = self._begin(lease, plan, kv)
+        finally:
+            if not isinstance(under_way, Meeting):  # which reads more later
+                lease.release()
+        return under_way, plan, lease.tokens
 
-        def let_go(*_: object) -> None:
-            lease.release()
-            host.release()
-            loading.done = True
-            self._wake()
-
-        loading.add_done_callback(let_go)
-        return loading
+    def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
+        """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
+        with self._cache.match(tokens, salt=salt) as lease:
+            return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
     def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        lease = self._cache.match(tokens, salt=salt)
-        try:
+        with self._cache.match(tokens, salt=salt) as lease:
             return lease.tokens
-        finally:
-            lease.release()
 
     def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
         """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
@@ -159,3 +108,73 @@ class PrefixBridge:
             return self._memory.allocate_host(tokens)
         kv.retain()
         return kv
+
+    def _plan(self, lease: Lease, *, suffix_tokens: int, ahead_s: float, mix: bool) -> Plan:
+        stretches = _stretches(lease)
+        plan = plan_load(
+            stretches,
+            suffix_tokens=suffix_tokens,
+            layers=len(self._memory.shape.layers),
+            piece_tokens=self._cache.representation.piece_tokens,
+            computing=self._speeds.computing,
+            reading=self._speeds.reading(),
+            ahead_s=ahead_s,
+            in_parts=self.in_parts,
+        )
+        if mix and plan.choice == "load" and (lead := lead_tokens(stretches)) < lease.tokens:
+            return replace(plan, choice="mixed", at_once_tokens=lead)
+        return plan
+
+    def _begin(self, lease: Lease, plan: Plan, kv: HostKV | DeviceKV) -> PrefixLoad | Meeting | None:
+        """Start what the plan says; None where nothing is to be read, or there is no memory to pass through."""
+        lead = self._load(lease, plan, kv) if plan.at_once_tokens else None
+        if plan.choice != "mixed":
+            return lead
+        if plan.at_once_tokens and lead is None:
+            return None
+        stretches = _stretches(lease)
+        nbytes = sum(stretch.nbytes for stretch in stretches)
+        slowest = max((one for one in stretches if not one.always), key=lambda one: one.nbytes, default=stretches[0])
+        return Meeting(
+            lease,
+            kv,
+            lead=lead,
+            plan=plan,
+            stretches=stretches,
+            range_tokens=range_tokens(
+                lease.tokens - plan.at_once_tokens,
+                nbytes=nbytes * (lease.tokens - plan.at_once_tokens) // lease.tokens,
+                reading=self._speeds.reading().get(slowest.tier),
+                piece_tokens=BLOCK_TOKENS,
+            ),
+            speeds=self._speeds,
+            allocate=self._memory.allocate_host,
+            wake=self._wake,
+        )
+
+    def _load(self, lease: Lease, plan: Plan, kv: HostKV | DeviceKV) -> PrefixLoad | None:
+        host = self._passage(kv, plan.at_once_tokens)
+        if host is None:
+            return None
+        account = ReadAccount(self._speeds, _stretches(lease), 0, plan.at_once_tokens)
+        try:
+            under_way = PrefixLoad(
+                lease,
+                kv,
+                host,
+                plan=plan,
+                shape=self._memory.shape,
+                timeout_s=self._timeout_s,
+                least_s=self._hedge_after_s,
+                account=account,
+            )
+        except BaseException:
+            account.ended(0)
+            host.release()
+            raise
+        under_way.add_done_callback(self._wake)
+        return under_way
+
+
+def _stretches(lease: Lease) -> list[Stretch]:
+    return [Stretch(one.tier, one.tokens, one.nbytes, always=one.tier == MEMORY) for one in lease.stretches]

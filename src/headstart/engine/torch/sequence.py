@@ -2,7 +2,7 @@
 
 waiting ─▶ loading ─▶ prefilling ─▶ decoding ─▶ ended        a miss goes from waiting to prefilling
    ▲          │
-   └──────────┘ the load was too slow: fresh KV, everything computed
+   └──────────┘ the load was too slow: fresh KV, computed from the start, and met by reading from the end
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
-from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
+from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
 from headstart.engine.torch.attention import Prefix, Segment
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
-from headstart.engine.torch.prefix import PrefixLoad
+from headstart.engine.torch.meeting import Meeting
+from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.sampler import Sampler
 from headstart.engine.torch.sharing import Beyond, BranchKV
 
@@ -33,7 +34,8 @@ class Sequence:
     ended: bool = False
 
     kv: HostKV | DeviceKV | BranchKV | None = None
-    load: PrefixLoad | None = None  # under way; its tokens count as computed unless it fails
+    load: PrefixLoad | Meeting | None = None  # under way; a PrefixLoad's tokens count as computed unless it fails
+    mix: bool = False  # its load was too slow: what is stored is read from the end while it is computed from the start
     computed: int = 0  # tokens whose KV is there
     saved: int = 0  # tokens given to the cache so far
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
@@ -46,6 +48,7 @@ class Sequence:
     bytes_read: int = 0
     cached_memory_tokens: int = 0
     cached_disk_tokens: int = 0
+    decision: LoadDecision = field(default_factory=lambda: LoadDecision("miss"))
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -60,6 +63,13 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.tokens) - self.computed
+
+    @property
+    def room(self) -> int:
+        """Tokens that can be computed now: none while its prefix is being read, some while that is met."""
+        if self.load is None:
+            return self.pending
+        return self.load.room(self.computed) if isinstance(self.load, Meeting) else 0
 
     @property
     def decoding(self) -> bool:
@@ -107,4 +117,5 @@ class Sequence:
             first_token_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
             total_s=now - self.submitted_s,
             notes=tuple(self.notes),
+            decision=self.decision,
         )

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.errors import StoreError
 from headstart.metrics import Counters
@@ -76,6 +77,7 @@ class Asking:
     def locate(self, representation: bytes, keys: Sequence[bytes], devices: Sequence[Device]) -> Placement:
         extents = np.full(len(keys), -1, np.int64)
         positions = np.zeros(len(keys), np.int32)
+        states: npt.NDArray[np.int64] | None = None
         asked = [device for device in devices if device.answers]
         answers = self.look_up({device: lambda tier: tier.locate(representation, keys) for device in asked}, "locate")
         # Where two have a block: not from one that is about to leave, and rather from one that is not busy.
@@ -84,7 +86,11 @@ class Asking:
             take = (extents < 0) & (found.extents >= 0) & (found.extents < 1 << _SERIAL_SHIFT)
             extents[take] = found.extents[take] | device.serial << _SERIAL_SHIFT
             positions[take] = found.positions[take]
-        return Placement(extents, positions)
+            if found.states is not None:
+                states = np.full(len(keys), -1, np.int64) if states is None else states
+                take = (states < 0) & (found.states >= 0) & (found.states < 1 << _SERIAL_SHIFT)
+                states[take] = found.states[take] | device.serial << _SERIAL_SHIFT
+        return Placement(extents, positions, states)
 
     def look_up(
         self,

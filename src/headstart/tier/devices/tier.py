@@ -29,6 +29,7 @@ from headstart.tier.base import (
     Problem,
     RawExtent,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -105,16 +106,16 @@ class DeviceTier:
         """Return which device an extent is read from: each is given threads of its own."""
         return lane_of(extent)
 
-    def max_extent_bytes(self, representation: Representation) -> int:
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes. Short where there are several devices, so that a prompt has an extent
-        for each; long enough that one layer is a good read."""
+        for each; long enough that one layer is a good read. A boundary state comes on top: it cannot be cut."""
         limits = [tier.max_extent_bytes(representation) for tier in self._asking.tiers()]
         if not limits:
             raise StoreError("no device of the disk tier is there", reason="gone", tier=self.name)
         if len(self.devices) == 1:
             return limits[0]
         least = layout_of(representation, representation.blocks_per_piece).extent_bytes if not representation.varies else 0
-        return min(*limits, max(least, representation.layers * LAYER_BYTES))
+        return min(*limits, max(least, representation.layers * LAYER_BYTES) + state_bytes)
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._require_open()
@@ -128,6 +129,11 @@ class DeviceTier:
         if device is None or device.tier is None:
             return None
         return named(device, device.tier.info(inner))
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        self._require_open()
+        device, inner = self._asking.device_of(extent)
+        return None if device is None or device.tier is None else device.tier.shape(inner)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
@@ -190,7 +196,7 @@ class DeviceTier:
         self._require_open()
         device = self._asking.only_device()
         if device is None or device.tier is None:
-            return self._writing.write(image, representation, terms, limit_bytes=self.max_extent_bytes(representation))
+            return self._writing.write(image, representation, terms, limit_of=partial(self.max_extent_bytes, representation))
         with device.writing.busy() as done:
             outcome = device.tier.write(image, representation, terms=terms)
             done(image.nbytes if outcome.reason == "written" else 0)

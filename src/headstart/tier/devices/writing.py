@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition
 
@@ -29,9 +29,12 @@ class Writing:
         self._condition = Condition()
         self._under_way: set[tuple[bytes, bytes, bytes]] = set()
 
-    def write(self, image: memoryview, representation: Representation, terms: Terms, *, limit_bytes: int) -> WriteOutcome:
+    def write(
+        self, image: memoryview, representation: Representation, terms: Terms, *, limit_of: Callable[..., int]
+    ) -> WriteOutcome:
+        """`limit_of(state_bytes=…)`: how large an image may be."""
         header = decode_header(image, representation)
-        if image.nbytes > limit_bytes:
+        if image.nbytes > limit_of(state_bytes=header.state_bytes):
             return self._refused("too-large")
         return self._write(image, representation, header, terms, present_on=self._asking.devices)
 
@@ -42,8 +45,8 @@ class Writing:
         staying = [device for device in self._asking.devices if device.state == "active"]
         if not self._write(image, representation, header, terms, present_on=staying).stored:
             return []
-        found = self._asking.locate(representation.digest, header.keys, staying).extents
-        return [ExtentId(one) for one in dict.fromkeys(found.tolist())] if (found >= 0).all() else []
+        found = self._asking.locate(representation.digest, header.keys, staying)
+        return found.ids() if found.holds(state=header.state_bytes > 0) else []
 
     def _write(
         self,
@@ -57,17 +60,17 @@ class Writing:
         with self._alone((representation.digest, header.keys[0], header.keys[-1])) as alone:
             if not alone:
                 return self._refused("stopped")
-            if (self._asking.locate(representation.digest, header.keys, present_on).extents >= 0).all():
+            if self._asking.locate(representation.digest, header.keys, present_on).holds(state=header.state_bytes > 0):
                 return WriteOutcome(stored=True, reason="present")
             outcome = WriteOutcome(stored=False, reason="stopped")
             for device in self._placer.choose(self._asking.devices, image.nbytes, parent=header.parent, last=header.keys[-1]):
-                outcome = self._write_to(device, image, representation, header.keys, terms)
+                outcome = self._write_to(device, image, representation, header, terms)
                 if outcome.stored or outcome.reason not in _ELSEWHERE:
                     break
             return outcome
 
     def _write_to(
-        self, device: Device, image: memoryview, representation: Representation, keys: Sequence[bytes], terms: Terms
+        self, device: Device, image: memoryview, representation: Representation, header: ExtentHeader, terms: Terms
     ) -> WriteOutcome:
         uses = self._asking.uses()
 
@@ -81,9 +84,10 @@ class Writing:
         def undo(outcome: WriteOutcome) -> None:
             # Its image was given to somebody else meanwhile, so what lies there may be anything (the checks would tell).
             if outcome.reason == "written" and device.tier is not None:
-                found = device.tier.locate(representation.digest, keys).extents
+                found = device.tier.locate(representation.digest, header.keys)
                 with suppress(StoreError, OSError):
-                    device.tier.delete([ExtentId(one) for one in set(found.tolist()) if one >= 0], reason="corrupt")
+                    # Blocks before a state may lie elsewhere as well, rightly.
+                    device.tier.delete(found.ids()[-1:] if header.state_bytes else found.ids(), reason="corrupt")
 
         try:
             outcome = device.change(write, patience_s=CHANGE_PATIENCE_S, undo=undo)

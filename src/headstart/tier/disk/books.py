@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
-from headstart.tier.base import ExtentId, ExtentInfo
+from headstart.tier.base import ExtentId, ExtentInfo, Shape
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import (
+    BOUNDARY_STATE,
     PREFIX_BYTES,
     USES,
     ClassRaised,
@@ -132,6 +133,8 @@ class Books:
         self._next_number = 0
         self._forget_at = GONE_KEPT
         self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
+        # By representation, and the key of their last block: the extents that carry a boundary state, first come first.
+        self._states: dict[bytes, dict[bytes, list[int]]] = {}
         self._free = array("I")
         self._used_rows = 0
         self._maps = Maps()  # of the columns
@@ -290,6 +293,8 @@ class Books:
         if self._waiting:
             for said, own in self._waiting.pop(record.extent, ()):
                 self._keep(row, said, own=own)
+        if record.flags & BOUNDARY_STATE and blocks:
+            self._note_state(segment.representation, record.prefixes[-PREFIX_BYTES:], row)
         keys, index = _split(record.prefixes), self._index(segment.representation)
         if self._loading:
             index.load(keys, np.array([row]), np.array([blocks]))
@@ -359,6 +364,13 @@ class Books:
             within = np.arange(int(some.sum())) - np.repeat(np.cumsum(some) - some, some)
             keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
             self._index(representation).load(keys, rows[those], some)
+        with_state = np.flatnonzero((new["flags"] & BOUNDARY_STATE) * blocks)
+        if len(with_state):
+            last = columns.first_keys[at] + blocks - 1
+            owners = np.repeat(np.arange(len(groups)), counts)
+            names = [segment.representation for segment in groups]
+            for one in with_state.tolist():
+                self._note_state(names[owners[one]], columns.keys[last[one]].tobytes(), int(rows[one]))
 
     def _use_all(self, records: Iterable[Touched | UsedColumns]) -> None:
         columns: list[UsedColumns] = []
@@ -426,6 +438,8 @@ class Books:
         segment = self._numbered[self._segment[row]]
         del segment.rows[int(self._offset[row])]
         nbytes = int(self._extent_bytes[row])
+        if self._flags[row] & BOUNDARY_STATE:
+            self._forget_state(segment.representation, row)
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
@@ -450,6 +464,15 @@ class Books:
         ids = np.where(found, rows | self._generation[rows] << _GENERATION_SHIFT, -1)
         return ids, np.where(found, positions, 0).astype(np.int32)
 
+    def states(self, representation: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return for each key the extent that ends with that block and carries a boundary state, or -1; None where no extent of
+        this representation carries one."""
+        held = self._states.get(representation)
+        if not held:
+            return None
+        found = [held.get(key[:PREFIX_BYTES]) for key in keys]
+        return np.array([-1 if rows is None else self.id_of(rows[0]) for rows in found], np.int64)
+
     def row(self, extent: ExtentId) -> int | None:
         """Return the row of a living extent."""
         row = extent & ((1 << _GENERATION_SHIFT) - 1)
@@ -464,10 +487,9 @@ class Books:
         """Return (segment, offset, extent_bytes)."""
         return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
 
-    def shape(self, row: int) -> tuple[int, int]:
-        """Return (header_bytes, blocks)."""
+    def shape(self, row: int) -> Shape:
         blocks = self._index(self._numbered[self._segment[row]].representation).count(row)
-        return int(self._header_bytes[row]), blocks
+        return Shape(blocks, int(self._header_bytes[row]), int(self._extent_bytes[row]))
 
     def numbered(self, number: int) -> Segment:
         return self._numbered[number]
@@ -506,6 +528,7 @@ class Books:
             self._leases[rows] > 0,
             promised_ms,
             expires_ms,
+            (self._flags[rows] & BOUNDARY_STATE) != 0,
         )
         found = []
         for n, (
@@ -522,6 +545,7 @@ class Books:
             leased,
             promised,
             expires,
+            state,
         ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
             representation, file = where[number]
             pinned_ms = self._kept.pinned_ms(row)
@@ -538,6 +562,7 @@ class Books:
                     retention=self._kept.retention_of(row),
                     tenant=self._kept.tenant_of(row),
                     parent=parents[n * PREFIX_BYTES : (n + 1) * PREFIX_BYTES],
+                    state=state,
                     guaranteed_until_ms=promised,
                     expires_ms=None if expires == FOREVER_MS else expires,
                     pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
@@ -669,9 +694,14 @@ class Books:
         """Return the counter's value for the next use. At its end it stands still: nobody could read on."""
         return min(self.counter + 1, USES - 1)
 
-    def present(self, representation: bytes, keys: Sequence[bytes]) -> bool:
+    def has_state(self, row: int) -> bool:
+        return bool(self._flags[row] & BOUNDARY_STATE)
+
+    def present(self, representation: bytes, keys: Sequence[bytes], *, state: bool) -> bool:
+        """Whether all blocks are there, and, with `state`, an extent that ends with the last one and carries its state."""
         index = self._indexes.get(representation)
-        return index is not None and bool((index.lookup(keys)[0] >= 0).all())
+        there = index is not None and bool((index.lookup(keys)[0] >= 0).all())
+        return there and not (state and keys[-1][:PREFIX_BYTES] not in self._states.get(representation, {}))
 
     def sharing(self) -> Iterator[tuple[int, ...]]:
         """Yield rows of extents that have a block in common."""
@@ -742,6 +772,18 @@ class Books:
         if segment.recorded and segment.sealed:
             dead.append(SegmentSealed(segment.name, segment.end))
         yield dead
+
+    def _note_state(self, representation: bytes, last: bytes, row: int) -> None:
+        self._states.setdefault(representation, {}).setdefault(last, []).append(row)
+
+    def _forget_state(self, representation: bytes, row: int) -> None:
+        keys = self._index(representation).keys(row)
+        if not len(keys):  # as only a wrong writer's journal says
+            return
+        held, last = self._states[representation], keys[-1].tobytes()
+        held[last].remove(row)
+        if not held[last]:
+            del held[last]
 
     # Rows.
 

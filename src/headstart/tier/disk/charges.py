@@ -60,8 +60,8 @@ def measure_folders(store: Store) -> None:
     """Measure the folders that all names come and go in, and those of segments that were not there before."""
     directory = store.directory
     with store.lock:
-        names = {directory.segment_path(s.name).parent for s in store.books.segments.values() if s.opened and not s.gone}
-    for path in {directory.root, directory.journals, directory.segments} | (names - store.folders.keys()):
+        there = directory.segment_folders(s.name for s in store.books.segments.values() if s.opened and not s.gone)
+    for path in {directory.root, directory.journals, directory.segments} | (there - store.folders.keys()):
         try:
             store.folders[path] = store.disk.stat(path).allocated_bytes
         except OSError:

@@ -127,6 +127,9 @@ def _check_index(store: Store) -> Iterator[Problem]:
         ids, positions = books.locate(segment.representation, keys)
         if (ids < 0).any():
             yield Problem(where, "blocks of a living extent are not found")
+        states = books.states(segment.representation, keys[-1:])
+        if books.has_state(row) and (states is None or states[0] < 0):
+            yield Problem(where, "the boundary state of a living extent is not found")
         mine = ids == books.id_of(row)
         if (positions[mine] != mine.nonzero()[0]).any():
             yield Problem(where, "blocks are found at other positions than theirs")

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _MAX_MARKER_BYTES = 64 << 10
 _TRIES = 16
+_SHARDS = 256
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Directory:
         self.root = root
         self.journals = root / "journals"
         self.segments = root / "segments"
+        self._shards = [self.segments / f"{shard:02x}" for shard in range(_SHARDS)]
         self.rewritten = 0  # how often a marker that could not be read was written anew
         self._disk = disk
 
@@ -99,7 +101,11 @@ class Directory:
             self._require_readable(marker, path)
 
     def segment_path(self, name: SegmentName) -> Path:
-        return self.segments.joinpath(f"{name.sequence & 0xFF:02x}", name.file)
+        return self._shards[name.sequence % _SHARDS] / name.file
+
+    def segment_folders(self, names: Iterable[SegmentName]) -> set[Path]:
+        """Return the folders that segments lie in; there may be a great many segments."""
+        return {self._shards[shard] for shard in {name.sequence % _SHARDS for name in names}}
 
     def journal_path(self, writer: bytes, generation: int) -> Path:
         return self.journals / f"{writer.hex()}-{generation:08x}.log"

@@ -32,14 +32,12 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NewType, Protocol
 
-import numpy as np
-
 from headstart.errors import StoreError
+from headstart.tier.arena import ALIGNMENT, is_aligned
 
 Handle = NewType("Handle", int)
 OpenMode = Literal["read", "write", "create"]  # create: a new file, EEXIST if there is one; write: an existing one
 
-ALIGNMENT = 4096
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
@@ -213,7 +211,7 @@ class RealDisk:
         direct = self._direct.get(handle)
         aligned = 0
         if direct is not None and offset % ALIGNMENT == 0:
-            while aligned < len(buffers) and _is_aligned(buffers[aligned]):
+            while aligned < len(buffers) and is_aligned(buffers[aligned]):
                 aligned += 1
             if aligned:
                 try:
@@ -240,7 +238,7 @@ class RealDisk:
         if direct is None or offset % ALIGNMENT or view.nbytes % ALIGNMENT:
             return _write(handle, view, offset)
         try:
-            if _is_aligned(view):
+            if is_aligned(view):
                 return _write(direct, view, offset)
             if view.nbytes <= _BOUNCE_BYTES:
                 # Not through the page cache, which would allocate its blocks only some time later and charge them then.
@@ -346,13 +344,6 @@ def _no_file(path: Path) -> OSError:
 def _entry(found: os.DirEntry[str]) -> Entry:
     is_directory = found.is_dir(follow_symlinks=False)
     return Entry(found.name, is_directory, not is_directory and not found.is_file(follow_symlinks=False))
-
-
-def _is_aligned(view: memoryview) -> bool:
-    if view.nbytes % ALIGNMENT or not view.c_contiguous:
-        return False
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address % ALIGNMENT == 0
 
 
 def _read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

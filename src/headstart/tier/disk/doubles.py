@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import Books
 from headstart.tier.disk.durable import sync_places
-from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ClassRaised, ExtentName, Pinned, Record
+from headstart.tier.disk.records import PREFIX_BYTES, ClassRaised, ExtentName, Pinned, Record
 from headstart.tier.disk.removal import remove
 
 if TYPE_CHECKING:
@@ -53,11 +53,12 @@ class Doubles:
 
 
 def find_doubles(books: Books) -> Iterator[tuple[int, int]]:
-    """Yield (row of an extent, row of one that has all of its blocks), each of the former once. Of two alike it is the one
-    with the lower name, so that no two processes remove both. What is promised longer than the other may live is no double."""
+    """Yield (row of an extent, row of one that has all of its blocks, and its boundary state if it carries one), each of the
+    former once. Of two alike it is the one with the lower name, so that no two processes remove both. What is promised longer
+    than the other may live is no double."""
     seen: set[int] = set()
     for pair in {pair for rows in books.sharing() for pair in combinations(sorted(rows), 2)}:
-        smaller, larger = sorted(pair, key=lambda row: (len(books.prefixes(row)), books.name(row)))
+        smaller, larger = sorted(pair, key=lambda row: (len(books.prefixes(row)), books.has_state(row), books.name(row)))
         if smaller not in seen and _covers(books, larger, smaller):
             seen.add(smaller)
             yield smaller, larger
@@ -111,9 +112,7 @@ def _covers(books: Books, larger: int, smaller: int) -> bool:
         at = outer.find(inner, at + 1)
     if at < 0:
         return False
-    if books.added_record(smaller).flags & BOUNDARY_STATE and not (
-        outer.endswith(inner) and books.added_record(larger).flags & BOUNDARY_STATE
-    ):
+    if books.has_state(smaller) and not (outer.endswith(inner) and books.has_state(larger)):
         return False
     dies_ms = books.info(larger).expires_ms
     return dies_ms is None or books.info(smaller).guaranteed_until_ms <= dies_ms

@@ -18,8 +18,10 @@ def sync_found(store: Store, representation: bytes, keys: Sequence[bytes]) -> bo
     """Sync the bytes and records of extents that hold those blocks, as far as that is not known to be done. False where one of
     them turns out to be gone. Raises OSError where it cannot be synced."""
     with store.lock:
-        ids, _ = store.books.locate(representation, keys)
-        rows = [store.books.row(ExtentId(extent)) for extent in set(ids.tolist()) if extent >= 0]
+        ids = store.books.locate(representation, keys)[0].tolist()
+        if (states := store.books.states(representation, keys)) is not None:
+            ids += states[-1:].tolist()
+        rows = [store.books.row(ExtentId(extent)) for extent in set(ids) if extent >= 0]
         places = [store.books.place(row) for row in rows if row is not None]
     return sync_places(store, places)
 

@@ -59,12 +59,13 @@ class SegmentFiles:
             opened = self._open[segment.name]
             opened.holds -= 1
             closing = []
+            if not opened.holds:
+                self._changed.notify_all()
             if not opened.holds and opened.discarded:
                 closing.append(self._open.pop(segment.name))
             elif len(self._open) > self._max_idle:
                 idle = [name for name, o in self._open.items() if not o.holds][: len(self._open) - self._max_idle]
                 closing += [self._open.pop(name) for name in idle]
-            self._changed.notify_all()
         for one in closing:
             self._close(one.handle)
 

@@ -14,9 +14,10 @@ from threading import Lock
 
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
+from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import ExtentId, RawExtent, ReadRange
 from headstart.tier.disk.books import Segment
-from headstart.tier.disk.door import ALIGNMENT, Handle, RealDisk
+from headstart.tier.disk.door import Handle, RealDisk
 from headstart.tier.disk.pause import LOST
 from headstart.tier.disk.store import Store
 
@@ -86,8 +87,8 @@ class Reading:
             row = store.books.row(extent)
             if row is None:
                 return None
-            segment, offset, extent_bytes = store.books.place(row)
-            header_bytes, blocks = store.books.shape(row)
+            segment, offset, _ = store.books.place(row)
+            shape = store.books.shape(row)
         try:
             handle = store.files.hold(segment)
         except (StoreError, OSError):
@@ -96,7 +97,7 @@ class Reading:
         if descriptor is None:
             store.files.let_go(segment)
             return None
-        return RawExtent(extent, descriptor, offset, extent_bytes, header_bytes, blocks, segment)
+        return RawExtent(extent, descriptor, offset, shape.extent_bytes, shape.header_bytes, shape.blocks, segment)
 
     def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
         assert isinstance(raw.file, Segment)
@@ -229,8 +230,11 @@ class Reading:
                 extent=read.extent,
             )
         try:
-            with store.files.held(segment) as handle:
+            handle = store.files.hold(segment)
+            try:
                 return store.disk.read(handle, read.buffers, offset + read.offset)
+            finally:
+                store.files.let_go(segment)
         except ExtentCorrupt as error:
             self._counters.add(f"read_failed_{error.reason}")
             store.drop_segment(segment)

@@ -56,10 +56,11 @@ def scrub(look: Look, extents: list[ExtentInfo], *, on_bytes: Callable[[int], No
 
 
 def require_same(header: ExtentHeader, info: ExtentInfo) -> None:
-    """Make sure that the blocks that lie somewhere are those that the journal says. Raises ExtentCorrupt("keys"): a whole
-    extent in another one's place is right in itself."""
+    """Make sure that what lies somewhere are the blocks, and the boundary state, that the journal says. Raises
+    ExtentCorrupt("keys"): a whole extent in another one's place is right in itself."""
     width = len(info.keys[0])
-    if tuple(key[:width] for key in header.keys) != info.keys or header.parent[: len(info.parent)] != info.parent:
+    same = tuple(key[:width] for key in header.keys) == info.keys and header.parent[: len(info.parent)] == info.parent
+    if not same or info.state != (header.state_bytes > 0):
         raise ExtentCorrupt("another extent lies where the journal says that this one is", reason="keys")
 
 

@@ -36,7 +36,7 @@ from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.marker import ALONE_S, Marker
 from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, told
 from headstart.tier.disk.promises import Promises
-from headstart.tier.disk.records import ExtentAdded, Record, SegmentOpened, milliseconds
+from headstart.tier.disk.records import BOUNDARY_STATE, ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, remove, unlink
 from headstart.tier.disk.upkeep import Upkeep
 
@@ -117,6 +117,7 @@ class Store:
         keys: Sequence[bytes],
     ) -> WriteOutcome:
         """Store an extent whose place is not decided yet (`added.extent` is ignored)."""
+        state = bool(added.flags & BOUNDARY_STATE)
 
         def add_once() -> WriteOutcome:
             if self.upkeep.journal.lost:
@@ -125,14 +126,15 @@ class Store:
                 if not alone:
                     return self.refused("stopped")
                 # Written while this one waited, or by somebody who does not sync.
-                if self._present(representation, keys) and (not self.sync or sync_found(self, representation.digest, keys)):
+                present = self._present(representation, keys, state=state)
+                if present and (not self.sync or sync_found(self, representation.digest, keys)):
                     return WriteOutcome(stored=True, reason="present")
                 outcome = add_extent(self, image, representation, added)
                 if outcome.stored:
                     self.upkeep.tidy()
                 return outcome
 
-        if not self.sync and self._present(representation, keys):
+        if not self.sync and self._present(representation, keys, state=state):
             return WriteOutcome(stored=True, reason="present")
         if self.stopped:
             return self.refused("stopped")
@@ -178,9 +180,9 @@ class Store:
                 raise OSError(errno.EAGAIN, "another process is adding", str(self.directory.root))
             yield
 
-    def _present(self, representation: Representation, keys: Sequence[bytes]) -> bool:
+    def _present(self, representation: Representation, keys: Sequence[bytes], *, state: bool) -> bool:
         with self.lock:
-            return self.books.present(representation.digest, keys)
+            return self.books.present(representation.digest, keys, state=state)
 
     def remove(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         """Remove extents that nobody leases; returns how many."""

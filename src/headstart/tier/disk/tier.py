@@ -28,6 +28,7 @@ from headstart.tier.base import (
     Problem,
     RawExtent,
     ReadRange,
+    Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
@@ -146,7 +147,7 @@ class DiskTier:
         store.make_room()
         return tier
 
-    def max_extent_bytes(self, representation: Representation) -> int:
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes: an extent never spans segments."""
         capacity = segment_capacity(representation, capacity_bytes=self._store.capacity_bytes)
         header = SegmentHeader(_UNPLACED.segment, capacity, 0, representation.encode(), representation.digest)
@@ -154,19 +155,23 @@ class DiskTier:
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._require_open()
-        with self._store.lock:
-            extents, positions = self._store.books.locate(representation, keys)
-        if (extents < 0).any() and self._clock() >= self._look_due:
+        found = self._located(representation, keys)
+        if self._clock() >= self._look_due and not found.holds(state=found.states is not None and bool(keys)):
             self.refresh()
-            with self._store.lock:
-                extents, positions = self._store.books.locate(representation, keys)
-        return Placement(extents, positions)
+            found = self._located(representation, keys)
+        return found
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         self._require_open()
         with self._store.lock:
             row = self._store.books.row(extent)
             return None if row is None else self._store.books.info(row, now_ms=self._store.now_ms())
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        self._require_open()
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            return None if row is None else self._store.books.shape(row)
 
     def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
         self._require_open()
@@ -215,8 +220,7 @@ class DiskTier:
         )
         outcome = self._store.add(image, representation, added, keys=header.keys)
         if outcome.stored:
-            there = self.locate(representation.digest, header.keys).extents
-            self.keep([ExtentId(extent) for extent in np.unique(there).tolist()], terms)
+            self.keep(self.locate(representation.digest, header.keys).ids(), terms)
         return outcome
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
@@ -355,6 +359,11 @@ class DiskTier:
 
     def __repr__(self) -> str:
         return f"<DiskTier {self._store.directory.root} of {self._store.capacity_bytes} bytes>"
+
+    def _located(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
+        with self._store.lock:
+            extents, positions = self._store.books.locate(representation, keys)
+            return Placement(extents, positions, self._store.books.states(representation, keys))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,0 +1,189 @@
+"""A request in flight: its answers, one or several, as text that comes piece by piece.
+
+    engine's thread ─▶ event ─▶ queue ─▶ pieces() ─▶ whoever writes the answer
+
+Several answers to one prompt are as many requests to the engine, which computes what they share once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from headstart.api.errors import GenerationFailed, NotReady
+from headstart.api.openai import Ask
+from headstart.api.served import Served
+from headstart.api.writing import Piece, Told, usage_of
+from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.render import TextStream
+
+RECEIPT_WAIT_S = 10.0  # how long answers that ended on a stop text wait for the engine's last word
+
+
+class Answer:
+    """One answer. `finish` is known when its text has ended, `receipt` when the engine has done with it."""
+
+    def __init__(self, index: int, request: GenerationRequest, served: Served, ask: Ask) -> None:
+        self.index = index
+        self.request = request
+        self.finish: FinishReason | None = None
+        self.receipt: Receipt | None = None
+        self.error: str | None = None
+        self.completion_tokens = 0
+        self.read = False  # whether its text has been taken to its end, or nobody takes it any more
+        self.reported = False
+        self._token_bytes = served.renderer.token_bytes
+        self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens)
+        self._told: list[Told] | None = None if ask.logprobs is None else []  # of tokens whose text is held
+
+    def take(self, event: TokenEvent) -> Piece:
+        """Return what `event` lets go, and `finish` if that is all."""
+        if self.read:  # on its way when a stop text had ended the answer
+            return Piece(self.index, "")
+        text = ""
+        if event.token is not None:
+            self.completion_tokens += 1
+            self._tell(event)
+            text = self._text.push(event.token)
+        if event.finish is not None:
+            text += self._text.finish()
+        if self._text.stopped:
+            self.finish = "stop"
+        self.read = self._text.stopped or event.finish is not None
+        return Piece(self.index, text, self._told_of(text), self.finish if self.read else None)
+
+    def _tell(self, event: TokenEvent) -> None:
+        if self._told is not None and event.token is not None and event.logprobs is not None:
+            top = tuple((self._token_bytes(token), log) for token, log in event.logprobs.top)
+            self._told.append(Told(self._token_bytes(event.token), self._text.characters, event.logprobs.token, top))
+
+    def _told_of(self, text: str) -> tuple[Told, ...] | None:
+        """Return what is told of the tokens whose text begins in what was handed out; at the end of the rest, too, unless a
+        stop text has cut it off."""
+        if self._told is None:
+            return None
+        ends = self.read and not self._text.stopped
+        count = sum(ends or one.offset < self._text.sent for one in self._told)
+        told, self._told = self._told[:count], self._told[count:]
+        return tuple(told)
+
+
+class Generation:
+    """All answers to one request. Use as a context manager: leaving it before the end, for whatever reason, aborts what
+    still runs in the engine.
+
+    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+
+    def __init__(
+        self,
+        id: str,
+        requests: Sequence[GenerationRequest],
+        served: Served,
+        ask: Ask,
+        *,
+        keepalive_s: float,
+        on_answer: Callable[[Answer], None],
+        on_landed: Callable[[Generation], None],
+    ) -> None:
+        self.id = id
+        self.answers = [Answer(index, request, served, ask) for index, request in enumerate(requests)]
+        self._engine = served.engine
+        self._keepalive_s = keepalive_s
+        self._on_answer = on_answer
+        self._on_landed = on_landed
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # bounded by max_tokens, thus the context
+
+    def submit(self) -> None:
+        """Give all to the engine, or none."""
+        try:
+            for answer in self.answers:
+                self._engine.submit(answer.request, partial(self._on_event, answer))
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        for answer in self.answers:
+            if answer.receipt is None:
+                self._engine.abort(answer.request.id)
+
+    async def pieces(self) -> AsyncIterator[Piece | None]:
+        """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed, NotReady."""
+        try:
+            while not all(answer.read for answer in self.answers):
+                try:
+                    async with asyncio.timeout(self._keepalive_s):
+                        answer, event = await self._events.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                piece = answer.take(event)
+                if piece.text or piece.told or piece.finish is not None:
+                    if piece.finish is not None and event.finish is None:
+                        self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
+                    if piece.finish in ("error", "abort"):
+                        raise _failure(event)
+                    yield piece
+            await self._receipts()
+        finally:
+            self._nobody_reads()
+
+    def usage(self) -> dict[str, Any]:
+        """Return what all answers used: the prompt once, as the first one found it."""
+        receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        return usage_of(receipt, completion_tokens=sum(answer.completion_tokens for answer in self.answers))
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
+        self._nobody_reads()
+
+    async def _receipts(self) -> None:
+        """Wait, not for ever, until the engine has done with all answers."""
+        by = self._loop.time() + RECEIPT_WAIT_S
+        while any(answer.receipt is None for answer in self.answers) and (left := by - self._loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._events.get()
+            except TimeoutError:
+                return
+
+    def _nobody_reads(self) -> None:
+        for answer in self.answers:
+            answer.read = True
+            self._report(answer)
+
+    def _report(self, answer: Answer) -> None:
+        """Tell of an answer, once, when the engine has ended it and its text is out: only then is it known how it ended and
+        how many tokens the client was told of, which may be fewer than the engine made behind a stop text."""
+        if not answer.reported and answer.read and answer.receipt is not None and answer.finish is not None:
+            answer.reported = True
+            self._on_answer(answer)
+
+    def _on_event(self, answer: Answer, event: TokenEvent) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._receive, answer, event)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._on_landed(self)
+
+    def _receive(self, answer: Answer, event: TokenEvent) -> None:
+        self._events.put_nowait((answer, event))
+        if event.finish is not None:
+            answer.finish = answer.finish or event.finish
+            answer.receipt = event.receipt
+            answer.error = event.error
+            if all(one.receipt is not None for one in self.answers):
+                self._on_landed(self)
+            self._report(answer)
+
+
+def _failure(event: TokenEvent) -> GenerationFailed | NotReady:
+    if event.finish == "error":
+        return GenerationFailed(event.error or "the engine failed", code="generation_failed")
+    return NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)
