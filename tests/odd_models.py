@@ -92,7 +92,7 @@ AS_THEY_ARE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "recurrent gemma, state in its modules": (
         "recurrent_gemma",
         {"lru_width": 64, "attention_window_size": 32, "num_key_value_heads": 1},
-        "its layers",
+        "no layer keeps a state",
         "ANEW",
     ),
 }

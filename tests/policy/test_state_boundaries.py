@@ -11,7 +11,7 @@ from headstart.policy.boundaries import next_boundary
 def all_boundaries(tokens: int, *, every: int, computed: int = 0, diverges: int | None = None) -> list[int]:
     found = []
     at: int | None = computed
-    while (at := next_boundary(at, tokens=tokens, every=every, diverges=diverges)) is not None:
+    while (at := next_boundary(at, tokens=tokens, every=every, block_tokens=64, diverges=diverges)) is not None:
         found.append(at)
     return found
 

@@ -42,7 +42,7 @@ class Stretch:
 class Lease:
     """The longest stored prefix of a prompt, protected from eviction until `release()` (twice is fine; also a context
     manager). `tokens`: how many tokens matched, a multiple of the piece; 0 for a miss. Where the representation needs a
-    boundary state, one stands behind them."""
+    boundary state, one stands behind them; `beyond_tokens` more are stored behind that, of no use without a later state."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Lease:
     ) -> None:
         """`note_use` is called with what a load read from each source, and must not do I/O."""
         self.tokens = sum(run.pieces for run in found.runs) * prompt.representation.piece_tokens
+        self.beyond_tokens = found.beyond * prompt.representation.piece_tokens
         self._sources = sources
         self._runs = found.runs
         self._boundary = found.boundary

@@ -11,19 +11,17 @@ prompts have parted before and will again.
 
 from __future__ import annotations
 
-from headstart.block.keys import BLOCK_TOKENS
 
-
-def next_boundary(computed: int, *, tokens: int, every: int, diverges: int | None = None) -> int | None:
+def next_boundary(computed: int, *, tokens: int, every: int, block_tokens: int, diverges: int | None = None) -> int | None:
     """Return the next boundary behind `computed` tokens of a prompt of `tokens`; None: there is none before its end.
     `every` is taken in whole blocks, at least one."""
-    last = _floored(tokens - 1)
-    step = max(BLOCK_TOKENS, _floored(every))
+    last = _floored(tokens - 1, block_tokens)
+    step = max(block_tokens, _floored(every, block_tokens))
     wanted = [last, (computed // step + 1) * step]
     if diverges is not None:
-        wanted.append(_floored(diverges))
+        wanted.append(_floored(diverges, block_tokens))
     return min((one for one in wanted if computed < one <= last), default=None)
 
 
-def _floored(tokens: int) -> int:
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+def _floored(tokens: int, block_tokens: int) -> int:
+    return tokens // block_tokens * block_tokens

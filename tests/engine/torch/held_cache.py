@@ -116,6 +116,7 @@ class HeldLease:
     def __init__(self, cache: HeldCache, key: tuple[int, ...]) -> None:
         self._cache, self._key = cache, key
         self.tokens = len(key)
+        self.beyond_tokens = 0
         self.releases = 0
 
     @property
@@ -174,7 +175,7 @@ class HeldCache:
         self.condition = Condition()
         self.closed = 0
 
-    def match(self, tokens: Sequence[int], *, salt: str | None = None) -> HeldLease:
+    def match(self, tokens: Sequence[int], **_: object) -> HeldLease:
         longest = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         prefixes = (tuple(tokens[:length]) for length in range(longest, 0, -BLOCK_TOKENS))
         ends = self.stored if self.representation.state == "none" else self.states
@@ -188,6 +189,7 @@ class HeldCache:
         source: Any,
         *,
         salt: str | None = None,
+        identity: object = None,
         states: Mapping[int, memoryview] | None = None,
         own_tokens: int = 0,
         **terms: str,

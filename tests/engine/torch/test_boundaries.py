@@ -99,6 +99,29 @@ def test_a_prompt_that_begins_alike_goes_on_from_a_state_kept_on_the_way(model: 
         assert_as_alone(engine, prompt, tokens)
 
 
+def test_where_prompts_were_seen_to_part_the_next_one_goes_on(model: TorchModel) -> None:
+    with cached(model) as engine:
+        beginning = some_tokens(270, seed=20)
+        prompts = [[*beginning, *some_tokens(90, seed=seed)] for seed in (21, 22, 23)]
+        answers = [asked(engine, prompt) for prompt in prompts]
+        assert [hit for _, hit in answers] == [0, 0, 256]  # the second one sees where they part, and leaves a state there
+        for prompt, (tokens, _) in zip(prompts, answers, strict=True):
+            assert_as_alone(engine, prompt, tokens)
+
+
+def test_a_request_that_gives_way_goes_on_from_its_state(model: TorchModel) -> None:
+    with cached(model, full_contexts=1.6, patience_s=0.2, room_tokens=64) as engine:
+        prompts = [some_tokens(300, seed=seed) for seed in (30, 31, 32)]
+        answers = [ask(engine, prompt, 150) for prompt in prompts]
+        for answer in answers:
+            assert answer.result().finish == "length", answer.last
+        settled(engine)
+        assert engine.load().counters.get("preempted_memory", 0) + engine.load().counters.get("preempted_place", 0) > 0
+        assert engine.load().counters["resumed_tokens"] > 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert_as_alone(engine, prompt, answer.tokens)
+
+
 def test_a_conversation_goes_on_from_the_end_of_its_last_answer(model: TorchModel) -> None:
     with cached(model) as engine:
         prompt = some_tokens(150, seed=4)

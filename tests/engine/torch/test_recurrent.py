@@ -56,7 +56,10 @@ def forward(model: TorchModel, *parts: tuple[Request, int], before_layer: Callab
     return logits
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+SLOW = {"bamba, Mamba2", "nemotron-h, Mamba2 and layers without either"}  # much as others are
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in RECURRENT])
 def test_requests_at_once_get_what_transformers_generates_for_each(name: str, tiny_model_folder: Folders) -> None:
     kind, config = RECURRENT[name]
     folder = tiny_model_folder(kind, **config)

@@ -119,7 +119,9 @@ class Admission:
             return None
         if sequence.stored is None:
             try:
-                sequence.stored = self._bridge.stored_tokens(sequence.tokens, salt=sequence.request.salt)
+                sequence.stored = self._bridge.stored_tokens(
+                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
         return offer if offer.tokens >= sequence.stored else None

@@ -92,6 +92,7 @@ class Step:
     segments: Sequence[Segment]
     before_layer: Callable[[int], None] | None = None
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
+    adapted: Sequence[tuple[slice, str]] = ()  # rows, and the adapter that works on them
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
     plans: dict[tuple[Shape, object], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted

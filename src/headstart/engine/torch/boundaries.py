@@ -70,7 +70,11 @@ class Boundaries:
         sequence.boundary = None
         if sequence.use_cache and not sequence.decoding:
             sequence.boundary = next_boundary(
-                sequence.computed, tokens=len(sequence.tokens), every=self._every, diverges=sequence.diverges
+                sequence.computed,
+                tokens=len(sequence.tokens),
+                every=self._every,
+                block_tokens=BLOCK_TOKENS,
+                diverges=sequence.diverges,
             )
         return sequence.boundary
 

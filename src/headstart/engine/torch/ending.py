@@ -65,6 +65,7 @@ class Endings:
                 sequence.tokens[: sequence.computed],
                 sequence.kv,
                 salt=asked.salt,
+                identity=sequence.identity,
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,

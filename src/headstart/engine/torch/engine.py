@@ -20,11 +20,13 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Thread
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
@@ -36,7 +38,7 @@ from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.model import Model
+from headstart.engine.torch.model import Model, TorchModel
 from headstart.engine.torch.preempting import Preemption
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.room import Rooms
@@ -155,6 +157,7 @@ class TorchEngine:
                 stop_ids=request.stop_ids,
             ),
             use_cache=request.use_cache and self._bridge is not None,
+            identity=self._identity(request.adapter),
         )
         with self._roster.lock:
             self._refuse_if_over()
@@ -162,6 +165,13 @@ class TorchEngine:
                 raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
             self._roster.post(sequence)
         self._roster.wake.set()
+
+    def _identity(self, adapter: str | None) -> Identity | None:
+        if adapter is None or self.cache is None:
+            return None
+        assert isinstance(self.model, TorchModel)
+        assert self.model.adapters is not None
+        return replace(self.cache.identity, adapters=(self.model.adapters.digests[adapter],))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

@@ -24,6 +24,8 @@ def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
         )
     if not 0 <= min(request.prompt) <= max(request.prompt) < info.vocabulary:
         raise RequestError(f"token ids must lie in 0 … {info.vocabulary - 1}", param="prompt")
+    if request.adapter is not None and request.adapter not in info.adapters:
+        raise RequestError(f"there is no adapter {request.adapter!r} here", param="model")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
     if request.min_tokens < 0:

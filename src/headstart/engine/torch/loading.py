@@ -36,12 +36,13 @@ class Loads:
         if self._bridge is None or not sequence.use_cache or not sequence.reload:
             return
         assert isinstance(sequence.kv, HostKV | DeviceKV)
-        started = time.monotonic()
+        begun = time.monotonic()
         try:
-            sequence.load, plan, matched = self._bridge.start_load(
+            started = self._bridge.start_load(
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
             )
@@ -50,10 +51,13 @@ class Loads:
             _log.exception("matching request %s failed; it is computed", sequence.request.id)
             return
         finally:
-            sequence.match_s = time.monotonic() - started
-        if plan is None:
+            sequence.match_s = time.monotonic() - begun
+        sequence.load = started.load
+        if started.beyond_tokens:
+            sequence.diverges = started.matched_tokens + started.beyond_tokens
+        if started.plan is None:
             return
-        self._tell(sequence, plan, matched)
+        self._tell(sequence, started.plan, started.matched_tokens)
         if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
 

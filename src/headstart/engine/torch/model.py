@@ -21,6 +21,7 @@ from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.facts import ModelFacts
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
+from headstart.engine.torch.lora import Adapters
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ModelError
 
@@ -50,6 +51,7 @@ class TorchModel:
         self.device, self.dtype, self.layers = facts.device, facts.dtype, facts.layers
         self.heads: int = getattr(text, "num_attention_heads", None) or 1
         self.mixers: recurrent.Mixers | None = None
+        self.adapters: Adapters | None = None
         latents = mla.attach(module)
         self.shape = self._found(latents) if recurrent.is_recurrent(self.config) else self._told()
 
@@ -90,7 +92,7 @@ class TorchModel:
         if len(rows) < len(tokens) and self.mixers is None:  # a recurrent layer needs every row of what is before it
             step.last = (self.shape.numbers[-1], frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
-        with self._states(step):
+        with self._states(step), self._adapted(step, len(tokens)):
             output = self.module(
                 input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
                 position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
@@ -114,6 +116,9 @@ class TorchModel:
                 one.kv.values(0)[:, one.first : one.first + one.count] = 0
             parts.append(recurrent.Part(one.rows, one.first, one.kv.state))
         return self.mixers.running(parts, keep=step.before_layer is not None)
+
+    def _adapted(self, step: Step, count: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.working(step.adapted, count)
 
     def next_logits(self, tokens: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
         """Return float32 logits [vocabulary] for the token after `tokens`, with KV outside the engine's memory."""
@@ -196,7 +201,7 @@ def _probed(module: Any, name: str) -> TorchModel:
     try:
         model = TorchModel(module, name=name)
     except _CANNOT_RUN as error:
-        raise ModelError(f"its layers cannot be told apart ({_first_line(error)})") from error
+        raise _not_run(error) from error
     probe(model)
     return model
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
@@ -18,6 +19,17 @@ from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
 from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What brings `matched_tokens` into a request's KV, and by which plan. No plan: a miss. A plan and no load: it is computed.
+    `beyond_tokens` more are stored, and of no use because no state stands behind them."""
+
+    load: PrefixLoad | Meeting | None
+    plan: Plan | None
+    matched_tokens: int
+    beyond_tokens: int
 
 
 class PrefixBridge:
@@ -55,12 +67,13 @@ class PrefixBridge:
         kv: HostKV | DeviceKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         ahead_s: float = 0.0,
         mix: bool = False,
-    ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
-        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
-        A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
-        lease = self._cache.match(tokens, salt=salt)
+    ) -> Started:
+        """Begin to bring the longest stored prefix into `kv`. `identity`: of the blocks, where it is not the model's alone.
+        `mix`: reading all of it has turned out too slow."""
+        lease = self._cache.match(tokens, salt=salt, identity=identity)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
         try:
@@ -70,16 +83,16 @@ class PrefixBridge:
         finally:
             if not isinstance(under_way, Meeting):  # which reads more later
                 lease.release()
-        return under_way, plan, lease.tokens
+        return Started(under_way, plan, lease.tokens, lease.beyond_tokens)
 
     def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
         """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
         with self._cache.match(tokens, salt=salt) as lease:
             return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
+    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt) as lease:
+        with self._cache.match(tokens, salt=salt, identity=identity) as lease:
             return lease.tokens
 
     def save(
@@ -88,6 +101,7 @@ class PrefixBridge:
         kv: HostKV | DeviceKV | BranchKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         retention: str,
         tenant: str,
         session: str,
@@ -113,6 +127,7 @@ class PrefixBridge:
                 tokens,
                 host,
                 salt=salt,
+                identity=identity,
                 retention=retention,
                 tenant=tenant,
                 session=session,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
+from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.ticket import Ticket
 from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
@@ -35,6 +36,7 @@ class Sequence:
     tokens: list[int]  # prompt and answer so far
     sampler: Sampler
     use_cache: bool
+    identity: Identity | None = None  # of its blocks; None: the model's alone
     number: int = 0  # in order of arrival
     reload: bool = True  # False once a load was too slow: it is not tried again
     aborted: bool = False  # set by any thread, read by the engine's

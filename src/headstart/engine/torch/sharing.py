@@ -101,6 +101,8 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     for one in running:
         if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):
             continue
+        if one.request.adapter != sequence.request.adapter:
+            continue
         if one.kv.state is not None:
             continue  # who joins would need the state at that place, which is gone
         tokens = _common(sequence, one)

@@ -84,12 +84,14 @@ class Stepper:
 
     def _pass(self, work: Several[Work]) -> None:
         tokens: list[int] = []
-        segments, rows, complete = [], [], []
+        segments, rows, complete, adapted = [], [], [], []
         for item in work:
             sequence = item.sequence
             if isinstance(sequence.load, Meeting):
                 sequence.load.claim(sequence.computed + item.count)
             segments.append(sequence.segment(len(tokens), item.count))
+            if sequence.request.adapter is not None:
+                adapted.append((segments[-1].rows, sequence.request.adapter))
             tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
             if item.count == sequence.pending:
                 rows.append(len(tokens) - 1)
@@ -98,7 +100,8 @@ class Stepper:
         started = time.monotonic()
         try:
             self._take_states(work)
-            logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
+            step = Step(segments, lambda layer: self._before_layer(work, layer), adapted=adapted)
+            logits = self._model.forward(tokens, step, rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
         except _Abandoned:
             self._counters.add("steps_abandoned")
