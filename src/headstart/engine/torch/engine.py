@@ -294,11 +294,15 @@ class TorchEngine:
         return bool(work)
 
     def _touch_more(self) -> bool:
-        """Use an idle moment to back KV memory for later requests; a request that arrives waits some 10 ms at most."""
-        return self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS)
+        """Use an idle moment to back KV memory for later requests, and to look ahead when that is done; a request that arrives
+        waits some 10 ms at most. Returns whether there is more to back."""
+        if self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS):
+            return True
+        self._loads.look_ahead()
+        return False
 
     def _idle_s(self) -> float:
-        ends = [one.load.deadline_s for one in self._roster.running if one.load is not None]
+        ends = [one.load.deadline_s for one in [*self._roster.running, *self._roster.waiting] if one.load is not None]
         ends += [one.deadline_s for one in self._roster.all() if one.deadline_s is not None]
         now = time.monotonic()
         return max(0.0, min([_IDLE_S, *(end - now for end in ends)]))

@@ -41,6 +41,19 @@ class Preemption:
             if sequence.kv is not None:  # it may have given way to one before it
                 sequence.stalled = not self._has_room(sequence)
 
+    def take_back(self, *, spare: Sequence | None = None) -> bool:
+        """Take the KV of one who waits and had it for reading ahead, the last in rank first, but not of `spare`; return
+        whether one had any. It reads again once it runs."""
+        holding = [one for one in self._roster.waiting if one.kv is not None and one is not spare]
+        if not holding:
+            return False
+        loser = max(holding, key=lambda one: one.standing.rank)
+        self._loads.drop(loser)
+        self._rooms.give_back(loser)
+        loser.computed = 0
+        self._counters.add("read_ahead_in_vain")
+        return True
+
     def may_place(self, waiting: Several[Sequence]) -> bool:
         """Return whether one of those who wait might get a place though all are taken."""
         now, lowest = time.monotonic(), min((one.request.priority for one in self._roster.running), default=0)
@@ -66,6 +79,8 @@ class Preemption:
         while not sequence.has_room and not self._rooms.grow(sequence):
             if self._rooms.coming_free():
                 return False
+            if self.take_back():
+                continue
             victim = gives_memory([one.standing for one in self._roster.running])
             if victim is None:  # it is alone, and a larger region beside its own is more than there is
                 sequence.whole = True
