@@ -5,7 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmarks import attention, budget, devices, harness, hit, index, joining, overhead, slow_disk, store, trace, write
+from benchmarks import (
+    attention,
+    budget,
+    devices,
+    harness,
+    hit,
+    index,
+    joining,
+    latent,
+    many,
+    overhead,
+    slow_disk,
+    store,
+    trace,
+    write,
+)
 
 BENCHMARKS = {
     "attention": attention,
@@ -14,6 +29,8 @@ BENCHMARKS = {
     "hit": hit,
     "index": index,
     "joining": joining,
+    "latent": latent,
+    "many": many,
     "overhead": overhead,
     "slow_disk": slow_disk,
     "trace": trace,

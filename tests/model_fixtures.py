@@ -51,6 +51,76 @@ _TINY = {
 }
 
 
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4}
+_ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+# Latent attention: of a token, 512 + 64 numbers are kept in models that people run, and here 32 + 8.
+LATENT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2, YaRN, experts behind a dense layer": (
+        "deepseek_v2",
+        {**_LATENT, **_ROUTED, "q_lora_rank": None, "v_head_dim": 16, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    ),
+    "deepseek-v2, queries of low rank, biases": (
+        "deepseek_v2",
+        {**_LATENT, **_ROUTED, "q_lora_rank": 24, "v_head_dim": 8, "first_k_dense_replace": 3, "attention_bias": True},
+    ),
+    "deepseek-v3, queries of low rank, YaRN, grouped experts": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": 24,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek-v3, RoPE in halves": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "q_lora_rank": None,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+        },
+    ),
+    "glm4-moe-lite, values wider than keys": (
+        "glm4_moe_lite",
+        {**_LATENT, **_ROUTED, "q_lora_rank": 24, "v_head_dim": 32},
+    ),
+    "longcat-flash, two attentions a layer": (
+        "longcat_flash",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "v_head_dim": 16,
+            "num_layers": 2,
+            "ffn_hidden_size": 64,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 32,
+        },
+    ),
+}
+
+
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     from headstart.engine.models import resolve_model

@@ -65,6 +65,23 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 16,
         },
     ),
+    "kimi, gated delta nets and latent attention": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense"] * 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "head_dim": 8,
+        },
+    ),
     "mamba2, no attention at all": (
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
@@ -92,7 +109,7 @@ AS_THEY_ARE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "recurrent gemma, state in its modules": (
         "recurrent_gemma",
         {"lru_width": 64, "attention_window_size": 32, "num_key_value_heads": 1},
-        "its layers",
+        "no layer keeps a state",
         "ANEW",
     ),
 }

@@ -31,6 +31,7 @@ Budget = Annotated[str, Meta(extra={"size": ("unlimited", "%")})]
 SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
+Folders = Annotated[str, Meta(extra={"check": "folders"})]
 RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
 
@@ -57,6 +58,7 @@ class CacheConfig:
     write_budget: Annotated[
         Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
     ] = "30%"
+    save_every: Annotated[Count, Meta(description="tokens of a long prompt after which what is computed so far is kept")] = 2048
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
     )
@@ -79,6 +81,9 @@ class EngineConfig:
     max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
     prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
     context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
+    adapters: Annotated[
+        Folders, Meta(description='LoRA adapters beside the model, by the name that requests give as model: "sql=/a, chat=/b"')
+    ] = ""
     deterministic: Annotated[
         bool, Meta(description="logits equal to the bit, hit or cold and whatever else runs; CPUs only, slower")
     ] = False
@@ -216,6 +221,15 @@ def parse_quotas(text: str) -> dict[str, str]:
     return quotas
 
 
+def parse_adapters(text: str) -> dict[str, Path]:
+    """Return the folder of each adapter. Raises ConfigError.
+
+    >>> parse_adapters("sql=/srv/sql, chat=/srv/chat")
+    {'sql': PosixPath('/srv/sql'), 'chat': PosixPath('/srv/chat')}
+    """
+    return {name: Path(folder).expanduser() for name, folder in _pairs(text, 'write "sql=/srv/sql, chat=/srv/chat"')}
+
+
 def prefer_sleeping_threads() -> None:
     """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
 
@@ -238,7 +252,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-_CHECKS = {"retention": parse_retention, "quotas": parse_quotas}
+_CHECKS = {"retention": parse_retention, "quotas": parse_quotas, "folders": parse_adapters}
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
 

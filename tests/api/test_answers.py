@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -232,3 +233,14 @@ def test_everything_that_is_asked_of_sampling_and_handling_reaches_the_engine(se
     assert (first.priority, first.session, first.retention) == (-3, "s1", "agent")
     assert (second.stop_ids, second.logprobs) == (frozenset({66}), None)
     assert (second.priority, second.session, second.retention) == (0, "", "default")
+
+
+def test_an_adapter_is_a_model_of_its_own_name() -> None:
+    engine = FakeEngine()
+    engine.info = replace(engine.info, adapters=("sql",))
+    with running(engine) as server, server.client() as client:
+        assert [model.id for model in client.models.list()] == ["fake", "sql"]
+        assert client.models.retrieve("sql").id == "sql"
+        assert client.completions.create(model="sql", prompt="x").model == "sql"
+        assert client.completions.create(model="gpt-4o", prompt="x").model == "fake"
+        assert [request.adapter for request in engine.submitted] == ["sql", None]

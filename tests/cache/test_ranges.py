@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Event
 
 import pytest
@@ -60,6 +61,38 @@ def test_extents_are_kept_until_the_last_of_several_loads_has_ended() -> None:
         assert ended.wait(TIMEOUT_S)
         assert destination.wrong(kv, pieces=10) == []
         assert leased_bytes(inner) == 0
+
+
+class Waiting(FakeDestination):
+    """Its memory is there once somebody says so."""
+
+    go = Event()
+
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+        assert self.go.wait(TIMEOUT_S)
+        return super().buffers(layer, first, sizes)
+
+
+def test_the_end_of_one_load_after_the_release_lets_nothing_go_that_another_one_reads() -> None:
+    inner = MemoryTier(4 << 20)
+    tier = FaultyTier(inner)
+    kv = prompt(10 * 64 + 1)
+    with cache_of(tier) as cache:
+        save(cache, kv)
+        extent = next(iter(inner.scan())).id
+        tier.inject(Fault("read", "stall", times=1))
+        lease, destination, waiting = match(cache, kv), FakeDestination(TINY, 10), Waiting(TINY, 10)
+        stalled = lease.load(destination, 0, 128)
+        assert tier.stalled.wait(TIMEOUT_S)
+        soon = lease.load(waiting, 128)
+        lease.release()
+        waiting.go.set()
+        assert soon.result(TIMEOUT_S) == 512
+        assert inner.delete([extent], reason="user") == 0
+        tier.heal()
+        assert stalled.result(TIMEOUT_S) == 128
+        assert destination.wrong(kv, pieces=2) == waiting.wrong(kv, first=2, pieces=8) == []
+        assert inner.delete([extent], reason="user") == 1
 
 
 def test_a_range_that_is_cancelled_leaves_the_others_alone() -> None:

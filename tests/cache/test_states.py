@@ -66,6 +66,15 @@ def test_a_match_ends_at_the_latest_state_within_the_prompt(tiers: str, represen
             assert (loaded.usable_tokens, loaded.wrong) == (want * representation.piece_tokens, [])
 
 
+def test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one() -> None:
+    with opened(disk()) as cache:
+        kv = stored(cache, 12, 4, 8, 12)
+        parting = FakeKV(STATEFUL, [*kv.tokens[: 10 * 64].tolist(), *[1] * 200])
+        loaded = load(cache, parting)
+        assert (loaded.usable_tokens, loaded.wrong) == (8 * 64, [])
+        assert cache.statistics().counters["match_beyond_state_tokens"] == 2 * 64
+
+
 def test_a_prompt_that_is_stored_to_its_last_token_leaves_one_to_compute() -> None:
     with opened(disk()) as cache:
         stored(cache, 8, 4, 8)
@@ -110,6 +119,16 @@ def test_a_state_of_a_slower_tier_counts_where_a_faster_one_has_the_blocks() -> 
         loaded = load(cache, kv)
         assert (loaded.usable_tokens, loaded.wrong) == (9 * 64, [])
         assert hit_tokens(cache, asked(7)) == 5 * 64
+
+
+def test_a_state_of_a_slower_tier_counts_where_a_faster_one_has_the_beginning() -> None:
+    memory, slow = MemoryTier(8 << 20), disk()
+    with opened(memory, slow) as cache:
+        kv = stored(cache, 9, 5, 9)
+        assert memory.delete([info.id for info in memory.scan()], reason="user") == 2
+        assert memory.write(kv.image(0, 6), STATEFUL).reason == "written"
+        loaded = load(cache, asked(7))
+        assert (loaded.usable_tokens, loaded.wrong) == (5 * 64, [])
 
 
 def test_what_is_leased_includes_the_state() -> None:

@@ -31,12 +31,18 @@ FILES = {
     "hanging": "cache/test_hanging_tiers.py",
     "opening": "cache/test_open_cache.py",
     "saves": "cache/test_saves.py",
+    "states": "cache/test_states.py",
     "prefix": "engine/torch/test_prefix.py",
     "engine": "engine/torch/test_engine.py",
+    "adapters": "engine/torch/test_lora.py",
     "meeting": "engine/torch/test_meeting.py",
+    "scheduling": "engine/torch/test_scheduling.py",
+    "many": "engine/torch/test_many_requests.py",
     "slow disk": "engine/torch/test_slow_disk.py",
     "transfer": "transfer/test_load.py",
     "api": "api/test_openai_client.py",
+    "capabilities": "cases/test_capabilities.py",
+    "boundaries": "engine/torch/test_boundaries.py",
     "names": "cases/test_shards_and_names.py",
     "directories": "cases/test_directories.py",
     "bounds": "tier/disk/test_disk_bounds.py",
@@ -63,8 +69,10 @@ CASES = """
 C001  Adapters are part of what a block is called, on every path.
       s06 · test_adapters_are_told_apart_by_content_and_order
       s06 · test_another_identity_never_hits
+      adapters · test_requests_that_begin_alike_share_no_kv_across_adapters
 C002  An adapter is its content, not its name.
       s06 · test_adapters_are_told_apart_by_content_and_order
+      adapters · test_an_adapter_s_blocks_are_its_own_whatever_its_name
 C003  No key depends on the order in which something was loaded into this process.
       keys · test_keys_are_the_same_in_every_process
       s06 · test_keys_are_the_same_in_every_process
@@ -114,9 +122,12 @@ C022  At least one token is left to compute; only full blocks are stored.
 C023  What is being saved stays valid until its ticket is done, and is not read afterwards.
       saves · test_nothing_is_read_from_a_source_once_its_ticket_is_done
       prefix · test_kv_is_kept_until_it_is_saved
+      scheduling · test_an_abort_while_a_save_holds_the_memory_that_another_waits_for_ends_both_well
+      many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
 C024  A load that was given up writes nothing afterwards; its memory is freed once, with its last read.
       s09 · test_a_cancelled_load_ends_and_touches_nothing_afterwards
       prefix · test_aborting_during_a_load_frees_the_memory_with_the_last_read
+      scheduling · test_a_deadline_ends_a_request_in_every_state
 C026  A read slower than every eviction is still right.
       s03 · test_a_read_slower_than_every_eviction_is_still_right
       sharing · test_what_another_process_reads_is_not_removed
@@ -228,6 +239,17 @@ C082  Writers never share a temporary name, and leave none behind.
 C083  What is published is not replaced by who comes later.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       s07 · test_threads_that_save_the_same_prompts_store_each_once
+C106  What a request that gave way gets back is no hit: cached tokens are never more than those of the prompt.
+      scheduling · test_the_younger_gives_its_memory_and_goes_on_from_the_cache
+      many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
+C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
+      states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
+      s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
+      boundaries · test_where_prompts_were_seen_to_part_the_next_one_goes_on
+C116  What a model can do is known at the start: it is cached, runs without and says why, or is refused; nothing fails later.
+      capabilities · test_what_can_be_cached_is
+      capabilities · test_what_cannot_be_cached_runs_without_and_says_why
+      capabilities · test_what_attends_across_two_texts_is_refused_in_a_sentence
 C117  A prompt that is wholly stored leaves one token to compute.
       s02 · test_at_least_one_token_is_left_to_compute
 C119  Reading extends no promise and no ceiling.
@@ -265,8 +287,7 @@ ELSEWHERE = {
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
-    "usage and prices": ("C098", "C099", "C100", "C105", "C106"),
-    "state that cannot be cut": ("C114", "C116"),
+    "usage and prices": ("C098", "C099", "C100", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
 

@@ -14,8 +14,10 @@ import pytest
 from block.extents import seal_random
 from cli.cache_kit import Run, bytes_of, family, found_pieces, image_of, key_of, kv, tier_at, write
 from headstart.block.extent import ExtentHeader, decode_header, encode_header
-from headstart.testing.fake_kv import OPAQUE, TINY, UNEVEN
+from headstart.errors import ExtentCorrupt
+from headstart.testing.fake_kv import OPAQUE, STATEFUL, TINY, UNEVEN
 from headstart.tier.disk.door import Handle, RealDisk
+from headstart.tier.disk.scrub import require_same
 
 EXTENT = 4 * 4096 * 3 + 4096  # of four pieces
 
@@ -192,3 +194,13 @@ def test_what_is_wrong_is_dropped_though_it_is_pinned(tmp_path: Path, run: Run) 
     run("pin", key_of(one), "--directory", tmp_path / "kv")
     damage_piece(segment_of(tmp_path / "kv"))
     assert run.json("verify", "--directory", tmp_path / "kv", code=6)["dropped"] == 1
+
+
+def test_an_extent_is_not_the_one_that_was_meant_if_one_has_a_state_and_the_other_none(tmp_path: Path) -> None:
+    prompt = kv(3, layout=STATEFUL)
+    with tier_at(tmp_path / "kv") as tier:
+        assert tier.write(prompt.image(state_bytes=100), STATEFUL).stored
+        (info,) = tier.scan()
+    require_same(decode_header(prompt.image(state_bytes=100), STATEFUL), info)
+    with pytest.raises(ExtentCorrupt, match="another extent"):
+        require_same(decode_header(prompt.image(), STATEFUL), info)

@@ -80,7 +80,7 @@ def test_a_model_saved_by_transformers_passes(tiny_model_folder: Callable[..., P
         (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json describes no tokenizer"),
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert them to safetensors"),
-        (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters are not served"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "it is an adapter"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is not a safetensors file"),
         (
             lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),

@@ -57,6 +57,15 @@ def test_a_session_that_came_back_gets_more_than_a_new_one() -> None:
     assert admit(short(left_blocks=64), keys(40), session="s") == 1
 
 
+def test_what_a_request_saved_itself_before_was_not_seen_before_for_that() -> None:
+    """A long prompt is saved in several goes, and once more with its answer."""
+    admission = short()
+    assert admit(admission, keys(16), session="s") == 1
+    again = admission.admit(keys(40), present=1, block_bytes=BLOCK_BYTES, session="s", now_s=0.0, own=16)
+    assert again == 1
+    assert admit(admission, keys(40), present=1, session="s") > 10  # another request: seen, and in a session that came back
+
+
 def test_nothing_is_admitted_when_nothing_is_left_and_again_after_a_while() -> None:
     admission = short(left_blocks=0)
     assert admit(admission, keys(8)) == 0

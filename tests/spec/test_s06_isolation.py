@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from headstart.block.identity import Identity, canonical_architecture
 from headstart.block.keys import BLOCK_TOKENS, Content, chain_keys
+from headstart.block.whole import examine
 from headstart.testing.fake_kv import IDENTITY, TINY, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
+from headstart.tier.base import ReadRange
 
 ROOT = IDENTITY.root()
 TOKENS = list(range(5 * BLOCK_TOKENS))
@@ -257,6 +259,18 @@ def test_equal_tokens_with_other_contents_never_share(shelf, tiers: str, content
         assert (found.usable_tokens, found.wrong) == (hit, [])
         if tiers == "disk":
             cache = shelf.reopen(tiers)
+
+
+def test_contents_are_kept_beside_the_tokens_so_that_keys_can_be_followed(shelf) -> None:
+    cache = shelf.open("disk")
+    save(cache, pictured(IMAGE))
+    (tier,) = shelf.tiers
+    (info,) = tier.scan()
+    image = memoryview(bytearray(info.extent_bytes))
+    assert tier.lease([info.id]) == [True]
+    tier.read([ReadRange(info.id, 0, [image])])
+    tier.release([info.id])
+    assert [bool(extras) for extras in examine(image, TINY).extras] == [False, True, True, False, False, False]
 
 
 def test_contents_and_salt_together_are_found_by_the_same_two_alone(shelf) -> None:

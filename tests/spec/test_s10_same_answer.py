@@ -26,7 +26,8 @@ from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.tier.disk import DiskTier
-from model_fixtures import smollm2_folder, tiny_model_folder  # noqa: F401
+from model_fixtures import LATENT_KINDS, smollm2_folder, tiny_model_folder  # noqa: F401
+from odd_models import RECURRENT
 
 Prompt = tuple[int, ...]
 TOKENS = 32
@@ -123,7 +124,8 @@ def prompts_with_shared_prefixes(count: int, *, vocabulary: int, lengths: Sequen
     return prompts
 
 
-def check_all_ways(runs: Runs, *, lying: bool) -> None:
+def check_all_ways(runs: Runs, *, lying: bool, every: int = 3, in_parts: bool = True) -> None:
+    """`every`: which of the reads from disk fail, or lie; `in_parts`: whether what is before one of those is still of use."""
     with runs.engine(enabled=False) as engine:
         off = Answers(engine, runs.prompts)
         assert sum(off.cached("memory")) == sum(off.cached("disk")) == 0
@@ -141,28 +143,72 @@ def check_all_ways(runs: Runs, *, lying: bool) -> None:
         assert [memory + disk for memory, disk in both] == runs.whole
         assert sum(restarted.cached("disk")) > 0
         runs.assert_same(engine, restarted, off)
-    with runs.failing(Fault("read", "eio", every=3)) as (engine, tier):
+    with runs.failing(Fault("read", "eio", every=every)) as (engine, tier):
         failing = Answers(engine, runs.prompts)
-        assert tier.injected["read", "eio"] > len(runs.prompts) // 10
-        assert 0 < sum(failing.cached("disk")) < sum(runs.whole)
+        assert tier.injected["read", "eio"] > len(runs.prompts) // (3 * every)
+        assert (0 if in_parts else -1) < sum(failing.cached("disk")) < sum(runs.whole)
         runs.assert_same(engine, failing, off)
     if lying:
-        with runs.failing(Fault("read", "flip", every=3)) as (engine, tier):
+        with runs.failing(Fault("read", "flip", every=every)) as (engine, tier):
             misled = Answers(engine, runs.prompts)
             assert tier.injected["read", "flip"] > 0
             runs.assert_same(engine, misled, off)
 
 
-def test_the_tiny_model_gives_the_same_tokens_in_every_way(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_tiny_model_gives_the_same_tokens_in_every_way(
+    tiny_model_folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    one_thread: None,
+) -> None:
     prompts = prompts_with_shared_prefixes(
         200, vocabulary=500, longest=450, lengths=[1, 2, 63, 64, 65, 66, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 385]
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4), lying=True)
-    finally:
-        torch.set_num_threads(threads)
+    check_all_ways(Runs(tiny_model_folder("llama"), tmp_path, prompts, running=16, tolerance=1e-4), lying=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek-v2, YaRN, experts behind a dense layer", "deepseek-v3, queries of low rank, YaRN, grouped experts"]
+)
+def test_latent_attention_gives_the_same_tokens_in_every_way(
+    tiny_model_folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+    one_thread: None,
+) -> None:
+    prompts = prompts_with_shared_prefixes(16, vocabulary=500, longest=330, lengths=[63, 64, 65, 128, 129, 257, 320])
+    name, changes = LATENT_KINDS[kind]
+    folder = tiny_model_folder(name, **changes)
+    check_all_ways(Runs(folder, tmp_path, prompts, running=8, tolerance=1e-4), lying=True, every=7)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3.5, gated delta nets",
+        "lfm2, short convolutions",
+        "mamba2, no attention at all",
+        pytest.param("jamba, Mamba that goes on by single rows", marks=pytest.mark.soak),
+        pytest.param("falcon-h1, both in each layer", marks=pytest.mark.soak),
+    ],
+)
+def test_recurrent_layers_give_the_same_tokens_in_every_way(
+    tiny_model_folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    name: str,
+    one_thread: None,
+) -> None:
+    prompts = prompts_with_shared_prefixes(5, vocabulary=500, longest=210, lengths=[65, 129, 193, 200])
+    kind, changes = RECURRENT[name]
+    folder = tiny_model_folder(kind, **changes)
+    check_all_ways(Runs(folder, tmp_path, prompts, running=5, tolerance=2e-3), lying=True, every=3, in_parts=False)
 
 
 @pytest.mark.real_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.transfer.io_pool import REQUEST_BYTES
-from headstart.transfer.plan import expected_layout, requests
+from headstart.transfer.plan import expected_layout, read_with_head, requests
 
 SIZES = st.sampled_from([520, 4096, 73_728, 98_304, 1 << 20, 3 << 20])
 
@@ -52,6 +52,20 @@ def test_layers_of_a_short_extent_go_together_and_long_runs_are_cut_evenly() -> 
     assert [list(request.layers) for request in short] == [[1], [2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     long = requests(layout_of(representation(98_304, 98_304), 16), first=0, pieces=16, done=16)
     assert [(request.first, request.count) for request in long] == [(0, 8), (8, 8)]
+
+
+@given(SIZES, st.integers(1, 70))
+def test_a_header_brings_as_much_of_layer_0_as_one_request_of_it(size: int, pieces: int) -> None:
+    together = read_with_head(representation(size), first=0, wanted=pieces)
+    assert together * size <= REQUEST_BYTES or together == 1
+    rest = requests(layout_of(representation(size), pieces), first=0, pieces=pieces, done=together)
+    alone = requests(layout_of(representation(size), pieces), first=0, pieces=pieces, done=0)
+    assert 1 + len(rest) == len(alone)  # no more requests than without a header
+
+
+def test_a_header_comes_alone_where_the_hit_begins_inside_or_sizes_vary() -> None:
+    assert read_with_head(representation(4096), first=1, wanted=3) == 0
+    assert read_with_head(representation(None), first=0, wanted=3) == 0
 
 
 def test_the_layout_is_known_from_the_headers_length_alone() -> None:

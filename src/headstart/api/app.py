@@ -50,7 +50,8 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [service.model_object()]})
+        names = service.require_served().names
+        return _json({"object": "list", "data": [service.model_object(name) for name in names]})
 
     async def model(request: Request) -> Response:
         return _json(service.model_object(request.path_params["name"]))
@@ -70,7 +71,7 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
             ask = parse(body) if len(body) <= INLINE_BYTES else await service.off_loop(parse, body)
             del body
             generation = await service.start(replace(ask, handling=openai.handling_of(request.headers)))
-        shape = Shape(ask.kind, generation.id, int(time.time()), served.name, ask.include_usage)
+        shape = Shape(ask.kind, generation.id, int(time.time()), served.adapter_of(ask.model) or served.name, ask.include_usage)
         if ask.stream:
             return _EventStream(generation, shape)
         with generation:

@@ -34,6 +34,7 @@ _KINDS = {
     "device_failed": "call",
     "finished": "reason",
     "join_failed": "reason",
+    "preempted": "reason",
     "load_decisions": "choice",
     "save_budget_dropped_tokens": "tier",
     "tier_failed": "call",
@@ -128,6 +129,8 @@ def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) 
     yield counter("vllm:prompt_tokens", "Tokens of prompts, cached or not.", prompt)
     yield counter("vllm:prompt_tokens_cached", "Tokens of prompts that were not computed again.", memory + disk)
     yield counter("vllm:generation_tokens", "Tokens generated.", counters.pop("generated_tokens", 0))
+    preempted = sum(value for name, value in counters.items() if name.startswith("preempted_"))
+    yield counter("vllm:num_preemptions", "Times that a request gave way to another and went on later.", preempted)
     if cached:
         yield counter("vllm:prefix_cache_queries", "Tokens looked up.", prompt)
         yield counter("vllm:prefix_cache_hits", "Tokens found in memory.", memory)

@@ -23,6 +23,15 @@ class Served:
     note: str | None = None
     cache: PrefixCache | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's, and those of its adapters."""
+        return (self.name, *self.engine.info.adapters)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request means by `model`, None for the model itself."""
+        return model if model in self.engine.info.adapters else None
+
     def request(
         self,
         id: str,

@@ -109,10 +109,11 @@ class Service:
     def model_object(self, name: str | None = None) -> dict[str, Any]:
         """Return what /v1/models says of the served model. Raises ModelNotFound for another `name`."""
         served = self.require_served()
-        if name is not None and name != served.name:
-            raise ModelNotFound(f"there is no model {name!r} here; this server has {served.name!r}", code="model_not_found")
+        if name is not None and name not in served.names:
+            has = ", ".join(map(repr, served.names))
+            raise ModelNotFound(f"there is no model {name!r} here; this server has {has}", code="model_not_found")
         return {
-            "id": served.name,
+            "id": name or served.name,
             "object": "model",
             "created": self.created,
             "owned_by": "headstart",
@@ -123,7 +124,7 @@ class Service:
         """Tokenise and submit. Raises RequestError for whatever can be known before the first token."""
         served = self.require_served()
         self._log_ignored("unknown field", ask.ignored)
-        if ask.model is not None and ask.model != served.name:
+        if ask.model is not None and ask.model not in served.names:
             self._log_ignored("unknown model name", [ask.model])
         answers = min(ask.n, self._max_waiting)
         if served.engine.load().waiting + self._preparing + answers > self._max_waiting:
@@ -261,6 +262,7 @@ def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> lis
         min_tokens=ask.min_tokens,
         logprobs=ask.logprobs,
         salt=ask.salt,
+        adapter=served.adapter_of(ask.model),
         priority=ask.handling.priority,
         session=ask.handling.session,
         retention=ask.handling.retention,

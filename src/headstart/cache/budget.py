@@ -36,9 +36,10 @@ class WriteBudget:
         *,
         piece_bytes: int,
         session: str,
+        own: int,
     ) -> int:
         """Return how many of a prompt's pieces, from the first on, are worth having in the tier today. `keys`: the last block's
-        of each piece; `present`: which pieces are there."""
+        of each piece; `present`: which pieces are there; `own`: how many this very request asked for before."""
         everything = len(present)
         if self._budget_bytes is None or source.tier.trusted or present.all():
             return everything
@@ -51,7 +52,7 @@ class WriteBudget:
                 self._admissions[source] = admission
             admission.cap(spent_bytes)
             leading = int(np.argmin(present))
-            limit = admission.admit(keys, present=leading, block_bytes=piece_bytes, session=session, now_s=now_s)
+            limit = admission.admit(keys, present=leading, block_bytes=piece_bytes, session=session, now_s=now_s, own=own)
             admission.refund(int(np.count_nonzero(present[leading:limit])) * piece_bytes)
             if limit < everything:
                 self._say_short(source, now_s)

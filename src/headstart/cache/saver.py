@@ -1,8 +1,9 @@
 """Writing behind: a bounded queue of saves and the one thread that works it off. The engine never waits for a medium.
 
 For each prompt the thread asks every tier which pieces it lacks, copies runs of those from the engine's memory into extents,
-seals them, and writes each to all tiers that lack it. From head to tail, so that what a full tier drops is a tail, and under
-leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches the memory tier the same way.
+seals them, and has each written to all tiers that lack it while it builds the next. From head to tail, so that what a full tier
+drops is a tail, and under leases, so that a prompt never evicts its own head. A prompt that was read from disk reaches memory
+the same way.
 
 What else is written for the cache's sake is written here as well: that extents were used, and that corrupt ones are deleted.
 """
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more.
+    `own_tokens`: how many of them earlier saves of the same request had.
     `states`: by how many pieces they stand behind, in that order; one stands behind all, or there are none."""
 
     tokens: npt.NDArray[np.uint32]
@@ -53,6 +55,7 @@ class SaveRequest:
     salt: str | bytes | None
     shared_tokens: int
     terms: Terms
+    own_tokens: int = 0
     states: Mapping[int, memoryview] = field(default_factory=dict)
     contents: Sequence[Content] = ()
 
@@ -233,6 +236,7 @@ class Saver:
             present,
             piece_bytes=piece_bytes,
             session=request.terms.session,
+            own=request.own_tokens // representation.piece_tokens,
         )
         if request.states and limit < len(present):  # what has no state behind it is of no use
             limit = max((pieces for pieces in request.states if pieces <= limit), default=0)

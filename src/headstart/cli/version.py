@@ -6,6 +6,7 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
+from importlib.util import find_spec
 
 import click
 
@@ -26,6 +27,7 @@ def version(as_json: bool) -> None:
         "torch": _installed("torch"),
         "transformers": _installed("transformers"),
         "disk reader": "Python" if native.reader() is None else "C",
+        "attention": "torch" if find_spec("headstart.engine.torch._attention") is None else "C",
     }
     if as_json:
         click.echo(json.dumps({name.replace(" ", "_"): fact for name, fact in facts.items()}))

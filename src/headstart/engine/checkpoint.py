@@ -51,7 +51,7 @@ def check_folder(folder: Path) -> None:
     read_config(folder)
     if (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{folder} has an adapter_config.json: adapters are not served by this version; merge it into its base model first",
+            f"{folder} has an adapter_config.json: it is an adapter; serve its base model, and name it in engine.adapters",
             path=folder,
         )
     for file in weight_files(folder):

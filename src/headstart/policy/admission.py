@@ -51,14 +51,16 @@ class Admission:
         """What may be written now."""
         return self._level_bytes
 
-    def admit(self, keys: Sequence[bytes], *, present: int, block_bytes: int, session: str, now_s: float) -> int:
+    def admit(self, keys: Sequence[bytes], *, present: int, block_bytes: int, session: str, now_s: float, own: int = 0) -> int:
         """Return how many of a prompt's blocks, from the first on, are to be in the tier when `present` of them are there
         already; at least `present`. `keys`: of all its blocks. `session`: "" where unknown. Takes what it admits off the
-        budget; `refund` gives back what was not written after all."""
+        budget; `refund` gives back what was not written after all. `own`: so many blocks the same request brought before, as
+        long prompts are saved in several goes; that these were seen, and its session, counts for nothing."""
         self._accrue(now_s)
         wanted = len(keys)
-        seen = max(present, self._seen(keys))
-        known_session = bool(session) and self._sessions.remember(session.encode())
+        marked = self._seen(keys)
+        seen = max(present, marked if marked > own else 0)
+        known_session = bool(session) and self._came_back(session.encode(), again=own > 0)
         self._remember(keys)
         if wanted <= present:
             return present
@@ -84,6 +86,13 @@ class Admission:
         elapsed = max(0.0, now_s - self._updated_s)
         self._updated_s = now_s
         self._level_bytes = min(self._burst_bytes, self._level_bytes + (1 - BURST) * self._budget_bytes * elapsed / DAY_S)
+
+    def _came_back(self, session: bytes, *, again: bool) -> bool:
+        """Return whether a session had an earlier request. `again`: this is a request's second save, or a later one."""
+        came_back = session + b"\0"
+        if not again and self._sessions.remember(session):
+            self._sessions.remember(came_back)
+        return came_back in self._sessions
 
     def _seen(self, keys: Sequence[bytes]) -> int:
         """Return how many blocks from the first on were in an earlier prompt, as far as marks tell."""

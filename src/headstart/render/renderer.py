@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
+from headstart.render.cutting import may_cut, parts_of
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
 from headstart.render.token_bytes import TokenBytes
@@ -36,6 +38,7 @@ class Renderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest_token_bytes = _longest_token_bytes(self._backend)
+        self._cuts = may_cut(self._backend)
         self._token_bytes = TokenBytes(self._backend)
         self.stop_ids = stop_ids
         self.vocabulary = vocabulary
@@ -118,8 +121,10 @@ class Renderer:
             raise RequestError(f"{param} holds {text[error.start]!a}, which is no character", param=param) from error
         if self._longest_token_bytes is not None:
             _refuse_too_long(text_bytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
+        parts = parts_of(text) if self._cuts and not special_tokens else [text]
         # The fast batch leaves out offsets, which cost as much as the rest.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
+        encoded = self._backend.encode_batch_fast(parts, add_special_tokens=special_tokens)
+        return list(chain.from_iterable(one.ids for one in encoded))
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         ids = list(prompt)

@@ -31,7 +31,7 @@ from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.errors import StoreError
 from headstart.testing.crash_disk import CrashDisk
-from headstart.testing.fake_kv import TINY, FakeDestination, FakeKV
+from headstart.testing.fake_kv import STATE_BYTES, TINY, FakeDestination, FakeKV
 from headstart.testing.faults import Fault, FaultyTier, TierFault, TierVerb
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk, ProcessDied
 from headstart.testing.round_trip import TIMEOUT_S, finish, match
@@ -61,6 +61,7 @@ class TierMachine(RuleBasedStateMachine):
 
     persistent = False
     capacity_bytes = 1 << 20
+    representation: Representation = TINY  # of pieces of 64 tokens; where it needs boundary states, some extents end with one
 
     def make_tier(self) -> Tier:
         raise NotImplementedError
@@ -72,24 +73,31 @@ class TierMachine(RuleBasedStateMachine):
         super().__init__()
         self.tier = self.make_tier()
         self.written: set[bytes] = set()  # keys of every block that was ever handed over
+        self.states_written: set[bytes] = set()  # and of those with a state behind them
         self.held: Counter[ExtentId] = Counter()
         self.pinned: set[ExtentId] = set()
 
-    @rule(number=_numbers, pieces=_lengths, first=st.integers(0, _LONGEST - 1))
-    def write(self, number: int, pieces: int, first: int) -> None:
-        kv = machine_prompt(number, _LONGEST)
+    @rule(number=_numbers, pieces=_lengths, first=st.integers(0, _LONGEST - 1), with_state=st.booleans())
+    def write(self, number: int, pieces: int, first: int, with_state: bool) -> None:
+        kv = self._prompt(number)
         count = min(pieces, _LONGEST - first)
-        outcome = self.tier.write(kv.image(first, count), TINY)
+        with_state &= self.representation.state == "required"
+        outcome = self.tier.write(kv.image(first, count, state_bytes=STATE_BYTES * with_state), self.representation)
         keys = kv.keys[first : first + count]
         self.written |= set(keys)
+        self.states_written |= set(keys[-1:]) if with_state else set()
         assert outcome.stored == (outcome.reason in ("written", "present"))
         if outcome.stored:
-            assert -1 not in self.tier.locate(TINY.digest, keys).extents
+            assert self.tier.locate(self.representation.digest, keys).holds(state=with_state)
 
     @rule(number=_numbers)
     def read_what_is_located(self, number: int) -> None:
-        kv = machine_prompt(number, _LONGEST)
-        placement = self.tier.locate(TINY.digest, kv.keys)
+        kv = self._prompt(number)
+        placement = self.tier.locate(self.representation.digest, kv.keys)
+        for pieces, extent in enumerate([] if placement.states is None else placement.states.tolist(), 1):
+            if extent != -1:
+                assert kv.keys[pieces - 1] in self.states_written, "a state is found that nobody wrote"
+                self._compare_state(kv, pieces, ExtentId(extent))
         for block, key in enumerate(kv.keys):
             extent, position = ExtentId(int(placement.extents[block])), int(placement.positions[block])
             if extent == -1:
@@ -122,7 +130,7 @@ class TierMachine(RuleBasedStateMachine):
     def converse(self, number: int, edges: list[int]) -> None:
         """A conversation grows turn by turn, and is used again."""
         for first, end in zip([0, *edges], [*edges, _LONGEST], strict=True):
-            self.write(number, end - first, first)
+            self.write(number, end - first, first, with_state=end % 2 == 0)
         self.touch(number, times=3)
 
     @rule(seconds=st.sampled_from([1, 31, 61]))
@@ -189,16 +197,31 @@ class TierMachine(RuleBasedStateMachine):
     def _compare(self, kv: FakeKV, block: int, extent: ExtentId, position: int) -> None:
         info = self.tier.info(extent)
         assert info is not None
-        layout = layout_of(TINY, info.blocks)
-        for layer in range(TINY.layers):
+        layout = layout_of(self.representation, info.blocks)
+        for layer in range(self.representation.layers):
             offset, nbytes = layout.piece_range(layer, position, 1)
             got = bytearray(nbytes)
             self.tier.read([ReadRange(extent, offset, [memoryview(got)])])
             assert got == kv.piece(layer, block).tobytes(), f"block {block}, layer {layer}: other bytes than were written"
 
+    def _compare_state(self, kv: FakeKV, pieces: int, extent: ExtentId) -> None:
+        info = self.tier.info(extent)
+        assert info is not None
+        assert info.state
+        assert self.tier.lease([extent]) == [True]
+        got = bytearray(STATE_BYTES)
+        offset = layout_of(self.representation, info.blocks, state_bytes=STATE_BYTES).state_offset
+        self.tier.read([ReadRange(extent, offset, [memoryview(got)])])
+        self.tier.release([extent])
+        assert got == kv.state(pieces), f"behind {pieces} pieces: another state than was written"
+
+    def _prompt(self, number: int) -> FakeKV:
+        return machine_prompt(number, _LONGEST, representation=self.representation)
+
     def _extents_of(self, number: int) -> list[ExtentId]:
-        found = self.tier.locate(TINY.digest, machine_prompt(number, _LONGEST).keys).extents
-        return [ExtentId(e) for e in dict.fromkeys(found.tolist()) if e != -1]
+        found = self.tier.locate(self.representation.digest, self._prompt(number).keys)
+        states = [] if found.states is None else found.states.tolist()
+        return [ExtentId(e) for e in dict.fromkeys(found.extents.tolist() + states) if e != -1]
 
     def _pinned_blocks(self) -> set[bytes]:
         return {key for info in self.tier.scan() if info.id in self.pinned for key in info.keys}
@@ -206,9 +229,9 @@ class TierMachine(RuleBasedStateMachine):
     def _promises(self, extents: list[ExtentId]) -> list[int]:
         return [0 if (info := self.tier.info(extent)) is None else info.guaranteed_until_ms for extent in extents]
 
-    def _what_is_there(self) -> dict[tuple[bytes, ...], tuple[object, ...]]:
+    def _what_is_there(self) -> dict[tuple[bool, tuple[bytes, ...]], tuple[object, ...]]:
         return {
-            info.keys: (info.extent_bytes, info.retention, info.guaranteed_until_ms, info.pinned_until_ms)
+            (info.state, info.keys): (info.extent_bytes, info.retention, info.guaranteed_until_ms, info.pinned_until_ms)
             for info in self.tier.scan()
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 from typing import Any
 
@@ -22,6 +22,8 @@ class HeldLoad:
         self.first_tokens, self.end_tokens = first, end
         self._condition = Condition()
         self._brought: set[int] = set()
+        self._state_there = False
+        self.waited = False  # somebody has waited for a layer
         self._failed = False
         self._callbacks: list[Callable[[Any], None]] = []
         self.cancelled = False
@@ -36,10 +38,24 @@ class HeldLoad:
 
     def wait(self, layer: int, timeout_s: float | None = None) -> None:
         with self._condition:
+            self.waited = self.waited or timeout_s != 0
             if not self._condition.wait_for(lambda: self._failed or layer in self._brought, timeout_s):
                 raise LoadFailed("not there", timed_out=True, usable_tokens=0)
             if self._failed:
                 raise LoadFailed("broken", timed_out=False, usable_tokens=0)
+
+    def state(self, timeout_s: float | None = None) -> memoryview:
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._failed or self._state_there, timeout_s):
+                raise LoadFailed("not there", timed_out=True, usable_tokens=0)
+            if self._failed:
+                raise LoadFailed("broken", timed_out=False, usable_tokens=0)
+            return memoryview(self._cache.states[self._key])
+
+    def bring_state(self) -> None:
+        with self._condition:
+            self._state_there = True
+            self._condition.notify_all()
 
     def result(self, timeout_s: float | None = None) -> int:
         with self._condition:
@@ -100,6 +116,7 @@ class HeldLease:
     def __init__(self, cache: HeldCache, key: tuple[int, ...]) -> None:
         self._cache, self._key = cache, key
         self.tokens = len(key)
+        self.beyond_tokens = 0
         self.releases = 0
 
     @property
@@ -127,16 +144,16 @@ class HeldLease:
 class HeldTicket:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Any], None]] = []
-        self._done = False
+        self.done = False
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        if self._done:
+        if self.done:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def end(self) -> None:
-        self._done = True
+        self.done = True
         for callback in self._callbacks:
             callback(self)
 
@@ -147,24 +164,43 @@ class HeldCache:
     def __init__(self, representation: Representation) -> None:
         self.representation = representation
         self.stored: dict[tuple[int, ...], list[list[bytes]]] = {}  # prefix → layer → piece
+        self.states: dict[tuple[int, ...], bytes] = {}
         self.loads: list[HeldLoad] = []
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
+        self.terms: list[dict[str, str]] = []  # of each save
+        self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
+        self.promoted: list[tuple[int, ...]] = []
         self.hold_saves = False
         self.condition = Condition()
         self.closed = 0
 
-    def match(self, tokens: Sequence[int], *, salt: str | None = None) -> HeldLease:
+    def match(self, tokens: Sequence[int], **_: object) -> HeldLease:
         longest = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         prefixes = (tuple(tokens[:length]) for length in range(longest, 0, -BLOCK_TOKENS))
-        lease = HeldLease(self, next((prefix for prefix in prefixes if prefix in self.stored), ()))
+        ends = self.stored if self.representation.state == "none" else self.states
+        lease = HeldLease(self, next((prefix for prefix in prefixes if prefix in ends), ()))
         self.leases.append(lease)
         return lease
 
-    def save(self, tokens: Sequence[int], source: Any, *, salt: str | None = None) -> HeldTicket:
+    def save(
+        self,
+        tokens: Sequence[int],
+        source: Any,
+        *,
+        salt: str | None = None,
+        identity: object = None,
+        states: Mapping[int, memoryview] | None = None,
+        own_tokens: int = 0,
+        **terms: str,
+    ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
+        self.terms.append(terms)
+        self.own_tokens.append(own_tokens)
         self.saves.append(tuple(tokens))
+        for count, state in (states or {}).items():
+            self.states[tuple(tokens[:count])] = bytes(state)
         for pieces in range(1, whole + 1):
             self.stored[tuple(tokens[: pieces * BLOCK_TOKENS])] = [
                 [b"".join(map(bytes, source.buffers(layer, first, [size]))) for first in range(pieces)]
@@ -177,6 +213,10 @@ class HeldCache:
         else:
             ticket.end()
         return ticket
+
+    def promote(self, tokens: Sequence[int], *, most_bytes: int, **_: object) -> bool:
+        self.promoted.append(tuple(tokens))
+        return True
 
     def next_load(self, number: int = 0) -> HeldLoad:
         with self.condition:

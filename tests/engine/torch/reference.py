@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,6 +19,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
+from model_fixtures import LATENT_KINDS
 
 _numbers = itertools.count()
 
@@ -49,6 +52,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", _EXPERTS),
     "phi, RoPE on a part": ("phi", {"partial_rotary_factor": 0.5}),
     "olmo2, norms behind": ("olmo2", {}),
+    "mimo-v2-flash, values narrower than keys, layers with more heads": (
+        "mimo_v2_flash",
+        {"v_head_dim": 8, "sliding_window": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4, wider heads in some layers": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+    ),
+    "stablelm, layers that pass nothing on to attention": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "nemotron, layers that pass nothing on to attention": ("nemotron", {}),
+    **LATENT_KINDS,
 }
 
 
@@ -152,3 +166,42 @@ def ask(engine: TorchEngine, prompt: Sequence[int], max_tokens: int = 8, *, id: 
 def some_tokens(count: int, seed: int = 1, vocabulary: int = 512) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(vocabulary) for _ in range(count)]
+
+
+class _NoThread:
+    def __init__(self, **_: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@contextmanager
+def stepped(model: TorchModel, **settings: Any) -> Iterator[TorchEngine]:
+    """An engine without a thread of its own: the test says `engine._round()`, which takes in what is new and runs a step."""
+    with patch("headstart.engine.torch.engine.Thread", _NoThread):
+        engine = engine_of(model, **settings)
+    try:
+        yield engine
+    finally:
+        engine._roster.closing = True
+        engine._serve()
+        engine.close()
+
+
+def finish(engine: TorchEngine, *answers: Answer, rounds: int = 5000) -> None:
+    """Run steps until all of them have ended."""
+    for _ in range(rounds):
+        if all(answer.last is not None for answer in answers):
+            return
+        if not engine._round():
+            engine._roster.wake.wait(0.005)  # for a save or load that goes on behind
+            engine._roster.wake.clear()
+    raise AssertionError("requests did not end")
+
+
+def running(engine: TorchEngine) -> list[str]:
+    return [sequence.request.id for sequence in engine._roster.running]

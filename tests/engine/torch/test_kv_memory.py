@@ -216,15 +216,16 @@ def test_layers_that_differ_each_keep_what_they_are() -> None:
         for there, here in ((long.keys, short.keys), (long.values, short.values)):
             there(number).copy_(torch.randn(there(number).shape))
             here(number).copy_(there(number)[:, :128])
-    assert long.latent(7).shape == (320, 18)
-    long.latent(7).copy_(torch.randn(320, 18))
-    short.latent(7).copy_(long.latent(7)[:128])
+    assert long.keys(7).shape == (1, 320, 18)
+    assert long.values(7).data_ptr() == long.keys(7).data_ptr()
+    long.keys(7).copy_(torch.randn(1, 320, 18))
+    short.keys(7).copy_(long.keys(7)[:, :128])
     for place, nbytes in enumerate(representation.layer_bytes):
         pieces = [long.buffers(place, 1, [nbytes or 0]), short.buffers(place, 1, [nbytes or 0])]
         assert bytes(pieces[0].tobytes()) == bytes(pieces[1].tobytes())
-    assert bytes(long.buffers(3, 0, [64 * 72]).tobytes()) == long.latent(7)[:64].numpy().tobytes()
+    assert bytes(long.buffers(3, 0, [64 * 72]).tobytes()) == long.keys(7)[0, :64].numpy().tobytes()
     with pytest.raises(KeyError):
-        long.keys(7)
+        long.keys(1)
 
 
 def test_layers_that_differ_travel_to_a_device_and_back() -> None:
@@ -233,10 +234,10 @@ def test_layers_that_differ_travel_to_a_device_and_back() -> None:
     assert there is not None
     assert back is not None
     assert isinstance(kv, DeviceKV)
-    there.latent(7).copy_(torch.randn(64, 18))
+    there.keys(7).copy_(torch.randn(1, 64, 18))
     there.values(3).copy_(torch.randn(2, 64, 8))
     for place in range(4):
         kv.copy_layer(place, of=there, tokens=64)
     kv.copy_to(back, 64)
-    assert torch.equal(back.latent(7), there.latent(7))
+    assert torch.equal(back.keys(7), there.keys(7))
     assert torch.equal(back.values(3), there.values(3))

@@ -213,6 +213,7 @@ def test_a_load_is_overtaken_beside_memory_where_it_holds_all_there_is(model: To
         model,
         context=CONTEXT,
         full_contexts=1,
+        room_tokens=CONTEXT,
         cache=cache,
         speeds=speeds,
         hedge_after_s=0.0,  # type: ignore[arg-type]

@@ -154,7 +154,8 @@ def test_a_load_past_its_deadline_is_computed_in_fresh_memory(
 @pytest.mark.parametrize("stuck", ["load", "save"])
 def test_reads_and_writes_that_never_end_hold_no_queue(model: TorchModel, cache: HeldCache, stuck: str) -> None:
     """The KV memory holds one context only, and all of it is held."""
-    with engine_of(model, full_contexts=1, cache=cache, load_timeout_s=0.05) as engine:  # type: ignore[arg-type]
+    settings = {"full_contexts": 1, "load_timeout_s": 0.05, "room_tokens": 512}
+    with engine_of(model, cache=cache, **settings) as engine:  # type: ignore[arg-type]
         cache.hold_saves = stuck == "save"
         first = ask(engine, PROMPT, 300)
         first.result()

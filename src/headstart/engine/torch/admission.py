@@ -1,14 +1,17 @@
-"""Who of those that wait runs next: as soon as there is KV memory for it, first come first served."""
+"""Who of those that wait runs next, as soon as there is a place and KV memory for it. In which order: `policy.fairness`."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from headstart.engine.torch.ending import Endings
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.loading import Loads
+from headstart.engine.torch.preempting import Preemption
 from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sequence import Sequence
 from headstart.engine.torch.sharing import BranchKV, Offer, best_offer
@@ -16,14 +19,17 @@ from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
+_AHEAD = 2  # who wait and whose stored prefixes are read meanwhile
+
 
 class Admission:
-    """For the engine's thread."""
+    """For the engine's thread. `patience_s`: how long loads and saves that go on without their requests are waited for."""
 
     def __init__(
         self,
         roster: Roster,
-        memory: KVMemory,
+        rooms: Rooms,
+        preemption: Preemption,
         loads: Loads,
         endings: Endings,
         bridge: PrefixBridge | None,
@@ -36,7 +42,8 @@ class Admission:
         """`share`: whether requests that begin alike hold that beginning together."""
         self._share = share
         self._roster = roster
-        self._memory = memory
+        self._rooms = rooms
+        self._preemption = preemption
         self._loads = loads
         self._endings = endings
         self._bridge = bridge
@@ -44,52 +51,114 @@ class Admission:
         self._max_running = max_running
         self._patience_s = patience_s
         self._starved_s: float | None = None  # since when nothing runs and the next one finds no memory
+        self._claimant: Sequence | None = None  # to whom one gave way: it goes before its equals
 
     def admit(self) -> None:
-        """Give KV to those who wait, first come first served, and start their loads. Who will share what another one is still
-        loading or computing stays until it is there, and holds up nobody."""
-        for sequence in list(self._roster.waiting):
-            if len(self._roster.running) >= self._max_running:
-                return
-            offer = self._offer(sequence)
-            if offer is not None and not offer.ready:
-                continue
-            kv = self._allocate(sequence, offer)
+        """Let in who can run, and see to the stored prefixes of those who come next."""
+        self._let_in()
+        self._look_ahead()
+
+    def _let_in(self) -> None:
+        """Give KV to those who wait, in turn, and start their loads. Nobody overtakes one who finds no memory; but who will
+        share what another one is still loading or computing stays until it is there, and holds up nobody."""
+        if len(self._roster.running) >= self._max_running and not self._preemption.may_place(self._roster.waiting):
+            return
+        for sequence in self._in_turn():
+            offer, kv = self._find_kv(sequence)
             if kv is not None:
                 self._starved_s = None
+            elif offer is not None and not offer.ready:
+                continue
             elif (kv := self._spare_for(sequence)) is None:
                 return
             self._roster.start(sequence)
-            sequence.kv = kv
+            ahead, sequence.kv = sequence.kv is not None, kv
+            if self._claimant is sequence:
+                self._claimant = None
             if sequence.admitted_s is None:
-                sequence.admitted_s = time.monotonic()
+                sequence.admitted_s = sequence.running_s
                 self._counters.add("prompt_tokens", sequence.prompt_tokens)
+            if ahead:
+                continue  # what is stored of it is there, or on its way
             if isinstance(kv, BranchKV):
-                sequence.computed = sequence.cached_memory_tokens = kv.prefix.tokens
-                self._counters.add("cached_memory_tokens", kv.prefix.tokens)
+                sequence.computed = kv.prefix.tokens
+                self._loads.found(sequence, memory_tokens=kv.prefix.tokens)
                 self._counters.add("prefixes_shared")
             else:
                 self._loads.start(sequence)
 
+    def _in_turn(self) -> list[Sequence]:
+        """Return those who wait in the order in which they are let in."""
+        if not self._roster.waiting:
+            return []
+        pledged: Counter[str] = Counter()
+        for one in self._roster.running:
+            pledged[one.request.tenant] += one.pending
+        waiting = {one.number: one for one in self._roster.waiting}
+        turns = self._roster.shares.queue([one.turn for one in waiting.values()], pledged=pledged)
+        order = [waiting[turn.number] for turn in turns]
+        claimant = self._claimant
+        if claimant is not None and claimant.number in waiting:
+            order.remove(claimant)
+            above = sum(one.request.priority > claimant.request.priority for one in order)
+            order.insert(above, claimant)
+        return order
+
+    def _find_kv(self, sequence: Sequence) -> tuple[Offer | None, HostKV | DeviceKV | BranchKV | None]:
+        """Return what others have of this one's beginning, and its KV if there is a place and memory for it now, whoever must
+        give way for that."""
+        while True:
+            offer = self._offer(sequence) if sequence.kv is None else None
+            if offer is not None and not offer.ready:
+                return offer, None
+            if placed := len(self._roster.running) < self._max_running:
+                kv = sequence.kv or self._rooms.first(sequence, offer)
+                if kv is not None:
+                    return offer, kv
+                if self._preemption.take_back(spare=sequence):
+                    continue
+            if (placed and self._rooms.coming_free()) or not self._preemption.give_place(sequence):
+                return offer, None
+            self._claimant = sequence
+
+    def _look_ahead(self) -> None:
+        """Have what is stored of those who are next read while others are computed: into their own KV where there is memory
+        for that, else into the memory tier. Once for each."""
+        waiting = self._roster.waiting
+        if self._bridge is None or not self._roster.running or all(one.looked_ahead for one in waiting):
+            return
+        for sequence in self._in_turn()[:_AHEAD]:
+            if sequence.looked_ahead or not sequence.use_cache or not sequence.reload:
+                continue
+            sequence.looked_ahead = True
+            if self._offer(sequence) is not None or not self._stored(sequence):
+                continue
+            sequence.kv = self._rooms.first(sequence, None)
+            if sequence.kv is None:
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
+                continue
+            self._loads.start(sequence)
+            if sequence.load is None:  # it is to be computed
+                self._rooms.give_back(sequence)
+
+    def _stored(self, sequence: Sequence) -> int:
+        """Return how many of its tokens the cache has, or had when it was asked."""
+        assert self._bridge is not None
+        if sequence.stored is None:
+            try:
+                sequence.stored = self._bridge.stored_tokens(
+                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                )
+            except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
+                sequence.stored = 0
+        return sequence.stored
+
     def _offer(self, sequence: Sequence) -> Offer | None:
-        """Return what a running request has of this one's prompt, unless the cache has more."""
+        """Return what a running request has of this one's beginning, unless the cache has more."""
         if self._bridge is None or not sequence.use_cache or not self._share:
             return None
         offer = best_offer(sequence, self._roster.running)
-        if offer is None:
-            return None
-        if sequence.stored is None:
-            try:
-                sequence.stored = self._bridge.stored_tokens(sequence.request.prompt, salt=sequence.request.salt)
-            except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
-                sequence.stored = 0
-        return offer if offer.tokens >= sequence.stored else None
-
-    def _allocate(self, sequence: Sequence, offer: Offer | None) -> HostKV | DeviceKV | BranchKV | None:
-        if offer is None:
-            return self._memory.allocate(sequence.kv_tokens)
-        own = self._memory.allocate_host(sequence.kv_tokens - offer.tokens)
-        return None if own is None else offer.accept(own)
+        return offer if offer is not None and offer.tokens >= self._stored(sequence) else None
 
     def _spare_for(self, sequence: Sequence) -> HostKV | None:
         """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold
@@ -103,7 +172,7 @@ class Admission:
         waited = not sequence.reload or sequence.mix  # for its load, before it had to have fresh memory
         if not waited and now < self._starved_s + self._patience_s:
             return None
-        kv = self._memory.allocate_spare(sequence.kv_tokens)
+        kv = self._rooms.spare(sequence)
         if kv is None:
             self._counters.add("requests_starved")
             self._endings.end(

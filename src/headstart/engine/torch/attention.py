@@ -18,8 +18,8 @@ capped scores and for odd widths, torch's operations here do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.engine.torch.kernel import Plan, Shape, kernel
+from headstart.engine.torch.kv_memory import LayerKV
 from headstart.errors import ModelError
 
 NAME = "headstart"
@@ -52,13 +53,11 @@ _LEAST_RUN = 512  # keys; splitting shorter runs among threads costs more than i
 
 
 class KV(Protocol):
-    """Where attention finds keys and values of a layer."""
+    """Where attention finds keys and values of a layer; where it keeps latents, they are both."""
 
     def keys(self, layer: int) -> Tensor: ...  # [kv_heads, capacity, head_dim]
 
     def values(self, layer: int) -> Tensor: ...
-
-    def latent(self, layer: int) -> Tensor: ...  # [capacity, width], in layers that keep one in place of both
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -93,9 +92,11 @@ class Step:
     segments: Sequence[Segment]
     before_layer: Callable[[int], None] | None = None
     last: tuple[int, frozenset[int]] | None = None  # the last layer, and the rows that are wanted of it; None: all
+    adapted: Sequence[tuple[slice, str]] = ()  # rows, and the adapter that works on them
     attended: list[int] = field(default_factory=list)  # layers, in the order in which they called
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
-    plans: dict[tuple[Shape, bool], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
+    plans: dict[tuple[Shape, object], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
+    found: list[LayerKV] | None = None  # given: nothing is attended, layers are only told as they call
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,50 +155,87 @@ def attend(
             )
     if isinstance(attention_mask, Tensor) or query.shape[0] != 1:
         raise ModelError(f"{type(module).__name__} brings an attention mask of its own, which this version does not serve")
-    if value.shape[-1] != query.shape[-1] or key.shape[-1] != query.shape[-1]:
-        raise ModelError(f"{type(module).__name__} has keys and values of unequal width, which this version does not serve")
+    attend_latent = getattr(module, "attend_latent", None)  # see `mla`
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if headstart.found is not None:
+        headstart.found.append(LayerKV.of(layer, key.shape[1], key.shape[3], value.shape[3], latent=attend_latent is not None))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     if headstart.before_layer is not None:
         headstart.before_layer(layer)
     headstart.attended.append(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = attention_mask.window if attention_mask is not None else sliding_window
-    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    segments = headstart.segments
+    rule = Rule(scale, window, softcap, headstart.masks)
+    wanted = headstart.segments
     if headstart.last is not None and layer == headstart.last[0]:
-        segments = _wanted(segments, headstart.last[1])
+        wanted = _wanted(wanted, headstart.last[1])
+    if attend_latent is not None:
+        if s_aux is not None or softcap is not None:
+            raise ModelError(
+                f"{type(module).__name__} has latent attention with sinks or caps, which this version does not serve"
+            )
+        for segment in headstart.segments:
+            begin = segment.first - _base(segment)
+            segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
+        return attend_latent(headstart, layer, query, wanted, rule).unsqueeze(0), None
+    whole = wanted is headstart.segments
+    return over(headstart, layer, query, wanted, rule, new=(key, value), plan=whole, sinks=s_aux).unsqueeze(0), None
+
+
+def over(
+    step: Step,
+    layer: int,
+    query: Tensor,  # [1, heads, rows, width of a key]
+    wanted: Sequence[Segment],
+    rule: Rule,
+    *,
+    new: tuple[Tensor, Tensor],  # [1, kv_heads, rows, width]
+    plan: Hashable,
+    keep: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return [rows, heads, width of a value] for the wanted rows, by the C kernel where there is one for such numbers. New keys
+    and values are kept first; without `keep` they are there already, and tell only what they are like. Layers of one
+    shape that give an equal `plan` have equal rows wanted, and share the kernel's tables."""
+    key, value = new
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    if sum(one.count for one in wanted) < len(out):
         out.zero_()  # rows that nobody wants go on through the layer; they must not be garbage that slows it
     native = kernel()
-    if native is not None and softcap is None and native.serves(query, key, value):
+    if native is not None and rule.softcap is None and native.serves(query, key, value):
         shape = Shape(key.shape[1], query.shape[1] // key.shape[1], key.shape[3], value.shape[3])
-        whole = segments is headstart.segments
-        plan = headstart.plans.get((shape, whole))
-        if plan is None:
-            plan = headstart.plans[shape, whole] = Plan(native, _grouped(segments), headstart.segments, shape)
-        plan.attend(layer, query[0], key[0], value[0], out, scale=scale, window=window, sinks=s_aux)
-        return out.unsqueeze(0), None
-    for segment in headstart.segments:
-        begin = segment.first - (segment.prefix.tokens if segment.prefix else 0)
+        tables = step.plans.get((shape, plan))
+        if tables is None:
+            tables = step.plans[shape, plan] = Plan(native, grouped(wanted), step.segments if keep else (), shape)
+        tables.attend(layer, query[0], key[0], value[0], out, scale=rule.scale, window=rule.window, sinks=sinks)
+        return out
+    for segment in step.segments if keep else ():
+        begin = segment.first - _base(segment)
         segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
         segment.kv.values(layer)[:, begin : begin + segment.count] = value[0, :, segment.rows]
-    alone = s_aux is None and all(one.prefix is None for one in segments)
-    rule = _Rule(scale, window, softcap, headstart.masks, alone)
-    for prefix, members in _grouped(segments):
+    if sinks is None and all(one.prefix is None for one in wanted):
+        rule = replace(rule, alone=True)
+    for prefix, members in grouped(wanted):
         own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
         part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))
         if prefix is not None:
             q = torch.cat([query[:, :, one.rows] for one in members], dim=2)
             keys, values = prefix.kv.keys(layer)[:, : prefix.tokens], prefix.kv.values(layer)[:, : prefix.tokens]
             shared = rule.attend(q, keys, values, runs=[(one.first, one.count) for one in members], at=0)
-            part = part if shared is None else _merged(part, shared)
+            part = part if shared is None else merged(part, shared)
         result = part.out
-        if s_aux is not None:
-            result = result * torch.sigmoid(part.lse - s_aux.float().view(-1, 1, 1)).to(result.dtype)
+        if sinks is not None:
+            result = result * torch.sigmoid(part.lse - sinks.float().view(-1, 1, 1)).to(result.dtype)
         begin = 0
         for one in members:
             out[one.rows] = result[:, begin : begin + one.count].transpose(0, 1)
             begin += one.count
-    return out.unsqueeze(0), None
+    return out
+
+
+def _base(segment: Segment) -> int:
+    """Return the position of the first key in the segment's own KV."""
+    return segment.prefix.tokens if segment.prefix else 0
 
 
 def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
@@ -210,7 +248,7 @@ def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
     return left
 
 
-def _grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
+def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
     """Yield segments that share a prefix together, every other one alone."""
     together: dict[int, list[Segment]] = {}
     for one in segments:
@@ -222,9 +260,9 @@ def _grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[
         yield members[0].prefix, members
 
 
-def _own(rule: _Rule, q: Tensor, segment: Segment, layer: int) -> Part:
+def _own(rule: Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     """Attend what is in the segment's own KV: what was there before, and the new tokens."""
-    base = segment.prefix.tokens if segment.prefix else 0
+    base = _base(segment)
     old, seen = segment.first - base, segment.first - base + segment.count
     keys, values = segment.kv.keys(layer)[:, :seen], segment.kv.values(layer)[:, :seen]
     runs = [(segment.first, segment.count)]
@@ -235,18 +273,18 @@ def _own(rule: _Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     square = rule.attend(q, keys[:, old:], values[:, old:], runs=runs, at=segment.first)
     before = rule.attend(q, keys[:, :old], values[:, :old], runs=runs, at=base)
     assert square is not None
-    return square if before is None else _merged(square, before)
+    return square if before is None else merged(square, before)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
     """What a layer does with scores: their scale, how far back a row sees (itself included), what caps them."""
 
     scale: float
     window: int | None
     softcap: float | None
     masks: dict[object, Tensor]
-    alone: bool  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
+    alone: bool = False  # nothing is merged into its parts, no sink scales them: log-sum-exps are not needed
 
     def cuts(self, position: int, at: int) -> bool:
         """Whether a row at `position` no longer sees a key at `at`."""
@@ -266,6 +304,11 @@ class _Rule:
         count = keys.shape[1]
         if count == 0:
             return None
+        if keys.shape[2] != values.shape[2] and self._flash(q):  # the kernel has one width for both
+            width = values.shape[2]
+            q, keys, values = _alike(q, keys, values)
+            part = self.attend(q, keys, values, runs=runs, at=at)
+            return None if part is None else Part(part.out[:, :, :width], part.lse)
         masked = lowest < at + count - 1 or self.cuts(highest, at)
         if self.softcap is not None:
             return self._plain(q, keys, values, self._mask(q, runs, at, count) if masked else None)
@@ -319,9 +362,16 @@ class _Rule:
                 scores += mask[begin : begin + at_once].float()
             lse = scores.logsumexp(dim=-1, keepdim=True)
             shares = (scores - lse).exp_().to(q.dtype)
-            outs.append(torch.matmul(shares, values.unsqueeze(1)).reshape(heads, -1, width))
+            outs.append(torch.matmul(shares, values.unsqueeze(1)).reshape(heads, -1, values.shape[2]))
             lses.append(lse.reshape(heads, -1, 1))
         return Part(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+
+
+def _alike(*tensors: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with zeros behind their last axis, up to the width of the widest."""
+    widest = max(one.shape[-1] for one in tensors)
+    for one in tensors:
+        yield functional.pad(one, (0, widest - one.shape[-1])) if one.shape[-1] < widest else one
 
 
 def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
@@ -340,7 +390,7 @@ def _unmasked(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
         lse = lses.logsumexp(dim=0)
         part = Part((outs * (lses - lse).exp().to(outs.dtype)).sum(dim=0), lse)
         if cuts * run < count:
-            part = _merged(part, _flash(folded, keys[None, :, cuts * run :], values[None, :, cuts * run :], scale))
+            part = merged(part, _flash(folded, keys[None, :, cuts * run :], values[None, :, cuts * run :], scale))
     return Part(part.out.reshape(heads, rows, width), part.lse.reshape(heads, rows, 1))
 
 
@@ -352,7 +402,7 @@ def _cuts(*, tasks: int, count: int) -> int:
     return cuts
 
 
-def _merged(a: Part, b: Part) -> Part:
+def merged(a: Part, b: Part) -> Part:
     """Return both parts' keys as one part."""
     return Part(torch.lerp(a.out, b.out, torch.sigmoid(b.lse - a.lse).to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
 

@@ -8,6 +8,7 @@ import time
 from headstart.engine.base import FinishReason, TokenEvent
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice
 from headstart.engine.torch.sequence import Sequence
@@ -20,22 +21,57 @@ class Endings:
     """For the engine's thread."""
 
     def __init__(
-        self, roster: Roster, loads: Loads, bridge: PrefixBridge | None, counters: Counters, *, piece_tokens: int
+        self,
+        roster: Roster,
+        rooms: Rooms,
+        loads: Loads,
+        bridge: PrefixBridge | None,
+        counters: Counters,
+        *,
+        piece_tokens: int,
+        save_every: int,
     ) -> None:
+        """`save_every`: tokens of a long prompt after which what is computed so far is saved."""
         self._piece_tokens = piece_tokens
         self._roster = roster
+        self._rooms = rooms
         self._loads = loads
         self._bridge = bridge
         self._counters = counters
+        self._save_every = save_every
+
+    def save_progress(self, sequence: Sequence, *, before: int) -> None:
+        """Save at the prompt's end, and every so often on the way there, so that of a long prompt that is aborted, or dies with
+        the process, little is lost. `before`: tokens that were computed before the latest step."""
+        if before < sequence.prompt_tokens <= sequence.computed:
+            self.save(sequence)
+            return
+        under_way = sequence.saving is not None and not sequence.saving.done  # then the next one takes this along
+        at_point = before // self._save_every < sequence.computed // self._save_every
+        if sequence.computed < sequence.prompt_tokens and at_point and not under_way:
+            self._counters.add("save_points")
+            self.save(sequence)
 
     def save(self, sequence: Sequence) -> None:
         """Give what is computed to the cache, if it is more whole pieces than were given before."""
-        whole = sequence.computed // self._piece_tokens * self._piece_tokens
+        whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
             return
-        sequence.saved = whole
+        own_tokens, sequence.saved = sequence.saved, whole
+        states = {one: sequence.boundaries.pop(one) for one in sorted(sequence.boundaries) if one <= whole}
         try:
-            self._bridge.save(sequence.tokens[: sequence.computed], sequence.kv, salt=sequence.request.salt)
+            asked = sequence.request
+            sequence.saving = self._bridge.save(
+                sequence.tokens[: sequence.computed],
+                sequence.kv,
+                salt=asked.salt,
+                identity=sequence.identity,
+                retention=asked.retention,
+                tenant=asked.tenant,
+                session=asked.session,
+                own_tokens=own_tokens,
+                states=states,
+            )
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
@@ -45,13 +81,18 @@ class Endings:
         if sequence.ended:
             return
         sequence.ended = True
+        if finish == "abort" and not sequence.aborted and sequence.over:
+            sequence.notes.append("its deadline passed")
+            self._counters.add("deadlines_passed")
         self._roster.remove(sequence)
         try:
             if sequence.load is not None:  # not all of its KV is known to be good: nothing to save
                 self._loads.drop(sequence)
             elif finish != "error":
                 self.save(sequence)
-            sequence.release_kv()
+            if finish in ("stop", "length"):
+                self._loads.went_on(sequence)
+            self._rooms.give_back(sequence)
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")

@@ -1,13 +1,15 @@
 """The torch engine: one thread that takes requests in, runs steps over all of them, and hands tokens out.
 
-    submit ─▶ mail ─▶ waiting ─(KV memory is free)─▶ running: match, load ─▶ steps ─▶ save ─▶ last event
-    abort  ─▶ flag                                    each step: all decoding requests + a chunk of one prompt
+    submit ─▶ mail ─▶ waiting ─(its turn, a place, KV memory)─▶ running: match, load ─▶ steps ─▶ save ─▶ last event
+    abort  ─▶ flag       ▲                                         │      each step: a token of every answer
+                         └──── gave way to another: saved, freed ──┘                 + chunks of prompts, in turn
 
 Nothing here waits without a bound, and nothing that goes wrong with one request ends another: a load that fails is computed
 instead, an exception in a step ends the requests of that step with finish="error", and the thread goes on.
 
-This file is the door and the thread's life. Whose turn it is: `admission` and `scheduler`; what a step does: `stepping`;
-stored prefixes: `loading`; how a request ends: `ending`; where all of them stand: `roster`.
+This file is the door and the thread's life. Whose turn it is: `admission` and `scheduler`; who gives way: `preempting`; KV
+that grows: `room`; what a step does: `stepping`; stored prefixes: `loading`; how a request ends: `ending`; where all of them
+stand: `roster`.
 """
 
 from __future__ import annotations
@@ -18,26 +20,30 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Thread
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, EngineLoad, GenerationRequest, TokenEvent
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.admission import Admission
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.floor import measure_floor, warm_up
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.limits import refuse_impossible
 from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.model import Model
+from headstart.engine.torch.model import Model, TorchModel
+from headstart.engine.torch.preempting import Preemption
 from headstart.engine.torch.prefix import PrefixBridge
+from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Sampler
-from headstart.engine.torch.scheduler import plan_step
 from headstart.engine.torch.sequence import Sequence
 from headstart.engine.torch.stepping import Stepper
 from headstart.errors import RequestError
@@ -67,9 +73,14 @@ class TorchEngine:
         hedge_after_s: float = 0.25,
         speeds: Speeds | None = None,
         deterministic: bool = False,
+        save_every: int = 2048,
+        room_tokens: int = 128,
+        patience_s: float = 30.0,
     ) -> None:
         """`hedge_after_s`: how late a layer of a stored prefix may be at least, before the prompt is computed meanwhile.
-        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there."""
+        `speeds`: what is known of computing and reading already. `deterministic`: for a model that was made so; see there.
+        `save_every`: tokens of a long prompt after which it is saved so far; `room_tokens`: the least room for the answer that
+        a request gets at a time; `patience_s`: how long a request waits before an equal one gives its place to it."""
         self.info = info
         self.failed: str | None = None  # one sentence once the engine's thread has died; it then serves nothing any more
         self.model = model
@@ -90,12 +101,32 @@ class TorchEngine:
                 hedge_after_s=hedge_after_s,
                 wake=roster.wake.set,
             )
-        self._loads = Loads(roster, self._bridge, self._speeds, self._counters)
-        self._endings = Endings(roster, self._loads, self._bridge, self._counters, piece_tokens=memory.shape.piece_tokens)
-        self._stepper = Stepper(model, roster, self._loads, self._endings, self._counters, alone=deterministic)
+        rooms = Rooms(memory, self._counters, least_tokens=room_tokens, patience_s=load_timeout_s)
+        self._loads = Loads(roster, rooms, self._bridge, self._speeds, self._counters)
+        self._endings = Endings(
+            roster,
+            rooms,
+            self._loads,
+            self._bridge,
+            self._counters,
+            piece_tokens=memory.shape.piece_tokens,
+            save_every=save_every,
+        )
+        self._stepper = Stepper(
+            model,
+            roster,
+            self._loads,
+            Boundaries(memory, self._counters, every=save_every),
+            self._endings,
+            self._counters,
+            chunk_tokens=self._chunk_tokens,
+            alone=deterministic,
+        )
+        self._preemption = Preemption(roster, rooms, self._loads, self._endings, self._counters, patience_s=patience_s)
         self._admission = Admission(
             roster,
-            memory,
+            rooms,
+            self._preemption,
             self._loads,
             self._endings,
             self._bridge,
@@ -126,14 +157,21 @@ class TorchEngine:
                 stop_ids=request.stop_ids,
             ),
             use_cache=request.use_cache and self._bridge is not None,
+            identity=self._identity(request.adapter),
         )
         with self._roster.lock:
             self._refuse_if_over()
             if request.id in self._roster.known:
                 raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
-            self._roster.known[request.id] = sequence
-            self._roster.mail.append(sequence)
+            self._roster.post(sequence)
         self._roster.wake.set()
+
+    def _identity(self, adapter: str | None) -> Identity | None:
+        if adapter is None or self.cache is None:
+            return None
+        assert isinstance(self.model, TorchModel)
+        assert self.model.adapters is not None
+        return replace(self.cache.identity, adapters=(self.model.adapters.digests[adapter],))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -248,19 +286,26 @@ class TorchEngine:
         """Take in what is new and run a step; return whether there was one."""
         self._take_mail()
         self._loads.settle()
+        self._preemption.make_room()
         self._admission.admit()
-        work = plan_step(self._roster.running, chunk_tokens=self._chunk_tokens)
+        work = self._stepper.plan()
         if work:
             self._stepper.step(work)
         return bool(work)
 
     def _touch_more(self) -> bool:
-        """Use an idle moment to back KV memory for later requests; a request that arrives waits some 10 ms at most."""
-        return self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS)
+        """Use an idle moment to back KV memory for later requests, and to look ahead when that is done; a request that arrives
+        waits some 10 ms at most. Returns whether there is more to back."""
+        if self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS):
+            return True
+        self._loads.look_ahead()
+        return False
 
     def _idle_s(self) -> float:
+        ends = [one.load.deadline_s for one in [*self._roster.running, *self._roster.waiting] if one.load is not None]
+        ends += [one.deadline_s for one in self._roster.all() if one.deadline_s is not None]
         now = time.monotonic()
-        return max(0.0, min([_IDLE_S, *(one.load.deadline_s - now for one in self._roster.running if one.load is not None)]))
+        return max(0.0, min([_IDLE_S, *(end - now for end in ends)]))
 
     def _take_mail(self) -> None:
         with self._roster.lock:

@@ -37,7 +37,7 @@ def measure_floor(
     try:
         here = 0 if bridge is None else _loaded(bridge, prompt[:cached_tokens], kv, timeout_s=30.0)
         _compute(model, kv, prompt[:cached_tokens], first=here, chunk_tokens=chunk_tokens)
-        state = None if kv.state is None else kv.state.copied()
+        state = None if kv.state is None else kv.state.bytes.clone()
         seconds = []
         for number in range(rounds):
             if kv.state is not None and state is not None:

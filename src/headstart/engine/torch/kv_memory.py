@@ -43,13 +43,22 @@ class LayerKV:
 
     A plain layer has a strip for each head's keys, then one for each head's values. With `key_width`, keys and values differ
     in width: a head has one strip, `key_width` numbers of the key and then the value. `latent`: one strip, of which all heads
-    make their keys and values (MLA)."""
+    make their keys and values (see `mla`)."""
 
     number: int
     strips: int
     width: int
     key_width: int | None = None
     latent: bool = False
+
+    @classmethod
+    def of(cls, number: int, heads: int, key_width: int, value_width: int, *, latent: bool) -> Self:
+        """Return what is kept of keys and values of these widths; of a latent, all of the key and nothing else."""
+        if latent:
+            return cls(number, 1, key_width, latent=True)
+        if key_width == value_width:
+            return cls(number, 2 * heads, key_width)
+        return cls(number, heads, key_width + value_width, key_width=key_width)
 
     @property
     def heads(self) -> int:
@@ -61,8 +70,9 @@ class LayerKV:
         return _LATENT if self.latent else _PLAIN if self.key_width is None else _JOINED
 
     def keys_and_values(self, planes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]."""
-        assert not self.latent
+        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]; of a latent, all of it as both."""
+        if self.latent:
+            return planes, planes
         if self.key_width is not None:
             return planes[:, :, : self.key_width], planes[:, :, self.key_width :]
         return planes[: self.heads], planes[self.heads :]
@@ -144,13 +154,7 @@ class LayerViews:
         self.stock: Any = None  # what a model that is run as it is keeps (see `stock`)
         self._shape = shape
         self._planes = list(planes)
-        self._latent: dict[int, Tensor] = {}
-        self._both: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, plane in zip(shape.layers, planes, strict=True):
-            if layer.latent:
-                self._latent[layer.number] = plane[0]
-            else:
-                self._both[layer.number] = layer.keys_and_values(plane)
+        self._both = {layer.number: layer.keys_and_values(plane) for layer, plane in zip(shape.layers, planes, strict=True)}
 
     def keys(self, layer: int) -> Tensor:
         """Return [kv_heads, capacity, width]."""
@@ -159,12 +163,16 @@ class LayerViews:
     def values(self, layer: int) -> Tensor:
         return self._both[layer][1]
 
-    def latent(self, layer: int) -> Tensor:
-        """Return [capacity, width] of a layer with latent attention."""
-        return self._latent[layer]
+    def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
+        """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning here, and the state."""
+        for here, there in zip(self._planes, of._planes, strict=True):
+            here[:, :tokens].copy_(there[:, first : first + tokens])
+        if self.state is not None and of.state is not None:
+            self.state.take(of.state.bytes, of.state.tokens)
+        self.stock = of.stock
 
     def _forget(self) -> None:
-        self._planes, self._latent, self._both, self.state, self.stock = [], {}, {}, None, None
+        self._planes, self._both, self.state, self.stock = [], {}, None, None
 
 
 class HostKV(LayerViews):
@@ -242,14 +250,28 @@ class DeviceKV(LayerViews):
             here[:, at : at + tokens].copy_(there[:, first : first + tokens])
 
     def copy_to(self, host: HostKV, tokens: int) -> None:
-        for there, here in zip(host._planes, self._planes, strict=True):
-            there[:, :tokens].copy_(here[:, :tokens])
+        host.begin_with(self, tokens=tokens)
 
     def retain(self) -> None:
         self._memory._count(self, +1)
 
     def release(self) -> None:
         self._memory._count(self, -1)
+
+
+class StateCopy:
+    """A copy of a request's recurrent state in host memory, with one reference."""
+
+    def __init__(self, region: Region, state: RecurrentState) -> None:
+        self._region = region
+        self.data = region.view.cast("B")[: state.shape.nbytes]
+        torch.frombuffer(self.data, dtype=torch.uint8).copy_(state.bytes)
+
+    def retain(self) -> None:
+        self._region.retain()
+
+    def release(self) -> None:
+        self._region.release()
 
 
 class ScratchKV(LayerViews):
@@ -320,6 +342,11 @@ class KVMemory:
             return None
         self._most_used = max(self._most_used, self._arena.used_bytes)
         return HostKV(region, self.shape, _whole_blocks(tokens))
+
+    def copy_state(self, state: RecurrentState) -> StateCopy | None:
+        """Return a copy of a request's state, or None where there is no memory for one now."""
+        region = self._arena.allocate(state.shape.nbytes)
+        return None if region is None else StateCopy(region, state)
 
     def allocate_spare(self, tokens: int) -> HostKV | None:
         """Return KV in a mapping of its own, beyond the capacity, for when reads that never end hold all of it. One at a time,

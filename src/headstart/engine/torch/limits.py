@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headstart.block.layout import encode_retention
 from headstart.engine.base import EngineInfo, GenerationRequest, Sampling
 from headstart.errors import ContextLengthExceeded, RequestError
 
@@ -23,12 +24,20 @@ def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
         )
     if not 0 <= min(request.prompt) <= max(request.prompt) < info.vocabulary:
         raise RequestError(f"token ids must lie in 0 … {info.vocabulary - 1}", param="prompt")
+    if request.adapter is not None and request.adapter not in info.adapters:
+        raise RequestError(f"there is no adapter {request.adapter!r} here", param="model")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
     if request.min_tokens < 0:
         raise RequestError(f"min_tokens is {request.min_tokens}; use 0 or more", param="min_tokens")
     if request.logprobs is not None and not 0 <= request.logprobs <= LOGPROBS_MOST:
         raise RequestError(f"logprobs is {request.logprobs}; at most {LOGPROBS_MOST} tokens are told", param="logprobs")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise RequestError(f"deadline_s is {request.deadline_s}; use more than 0 seconds", param="deadline_s")
+    try:
+        encode_retention(request.retention)
+    except ValueError as error:
+        raise RequestError(f"{error}; use one of those in cache.retention", param="retention") from error
     refuse_wrong(request.sampling, info)
 
 

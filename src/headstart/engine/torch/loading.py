@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as Several
 
+from headstart.block.identity import Identity
 from headstart.engine.base import LoadDecision
+from headstart.engine.expecting import Conversations
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.prefix_load import Outcome, PrefixLoad
+from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
@@ -22,23 +26,27 @@ _log = logging.getLogger(__name__)
 class Loads:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters) -> None:
+    def __init__(self, roster: Roster, rooms: Rooms, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters) -> None:
         self.speeds = speeds
         self._roster = roster
+        self._rooms = rooms
         self._bridge = bridge
+        self._conversations = None if bridge is None else Conversations(self.promote)
         self._counters = counters
 
     def start(self, sequence: Sequence) -> None:
-        """Match the prompt of a request that has its KV, decide what is done with what matched, and start to read it."""
+        """Match what is known of a request that has its KV (its prompt; of one that gave way its answer so far, too), decide
+        what is done with what matched, and start to read it."""
         if self._bridge is None or not sequence.use_cache or not sequence.reload:
             return
         assert isinstance(sequence.kv, HostKV | DeviceKV)
-        started = time.monotonic()
+        begun = time.monotonic()
         try:
-            sequence.load, plan, matched = self._bridge.start_load(
-                sequence.request.prompt,
+            started = self._bridge.start_load(
+                sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
             )
@@ -47,16 +55,47 @@ class Loads:
             _log.exception("matching request %s failed; it is computed", sequence.request.id)
             return
         finally:
-            sequence.match_s = time.monotonic() - started
-        if plan is None:
+            sequence.match_s = time.monotonic() - begun
+        sequence.load = started.load
+        if started.beyond_tokens:
+            sequence.diverges = started.matched_tokens + started.beyond_tokens
+        if started.plan is None:
             return
-        self._tell(sequence, plan, matched)
+        self._tell(sequence, started.plan, started.matched_tokens)
         if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
 
+    def went_on(self, sequence: Sequence) -> None:
+        """Note that a request of a conversation has ended."""
+        asked = sequence.request
+        if self._conversations is not None and sequence.use_cache and asked.session:
+            self._conversations.went_on(
+                tenant=asked.tenant,
+                session=asked.session,
+                tokens=sequence.tokens,
+                salt=asked.salt,
+                identity=sequence.identity,
+                started_s=sequence.submitted_s,
+                ended_s=time.monotonic(),
+            )
+
+    def look_ahead(self) -> None:
+        """With nothing else to do: have the prefix of a conversation that may go on about now brought to the memory tier."""
+        if self._conversations is not None:
+            self._conversations.look_ahead(time.monotonic())
+
+    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        try:
+            return self._bridge is not None and self._bridge.promote(tokens, salt=salt, identity=identity)
+        except Exception:  # noqa: BLE001 - nobody waits for it
+            self._counters.add("match_faults")
+            _log.exception("bringing a prefix to memory failed")
+            return False
+
     def settle(self) -> None:
         """Take over what is done, go on with what meets, and give up what takes too long."""
-        for sequence in list(self._roster.running):
+        for sequence in [*self._roster.running, *self._roster.waiting]:
             load = sequence.load
             if isinstance(load, Meeting):
                 self._settle_meeting(sequence, load)
@@ -100,12 +139,15 @@ class Loads:
     def drop(self, sequence: Sequence) -> None:
         """The engine is through with its load, whatever became of it; reads under way keep the memory that they touch."""
         load, sequence.load = sequence.load, None
+        if load is None:
+            return
         if isinstance(load, Meeting):
             load.end()
-        elif load is not None:
+        else:
             if not load.done:
                 load.cancel()
             load.release()
+        self._rooms.leaves(load)
 
     def _settle_meeting(self, sequence: Sequence, load: Meeting) -> None:
         lead = load.lead
@@ -124,18 +166,25 @@ class Loads:
     def _start_again(self, sequence: Sequence, why: str) -> None:
         """Bytes may still land in its KV, so it gets fresh KV, at its place in the queue."""
         self.drop(sequence)
-        sequence.release_kv()
+        self._rooms.give_back(sequence)
         sequence.computed = 0
         sequence.notes.append(why)
-        self._roster.put_back(sequence)
+        if sequence in self._roster.running:
+            self._roster.put_back(sequence)
 
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
-        sequence.cached_memory_tokens = outcome.memory_tokens
-        sequence.cached_disk_tokens = outcome.disk_tokens
-        sequence.bytes_read = outcome.bytes_read
-        sequence.load_s = outcome.seconds
-        self._counters.add("cached_memory_tokens", outcome.memory_tokens)
-        self._counters.add("cached_disk_tokens", outcome.disk_tokens)
+        sequence.bytes_read += outcome.bytes_read
+        sequence.load_s += outcome.seconds
+        self.found(sequence, memory_tokens=outcome.memory_tokens, disk_tokens=outcome.disk_tokens)
+
+    def found(self, sequence: Sequence, *, memory_tokens: int, disk_tokens: int = 0) -> None:
+        """Count what a request need not compute. What was its own before it gave way is no hit: it is counted apart."""
+        if sequence.reached:
+            self._counters.add("resumed_tokens", memory_tokens + disk_tokens)
+            return
+        sequence.cached_memory_tokens, sequence.cached_disk_tokens = memory_tokens, disk_tokens
+        self._counters.add("cached_memory_tokens", memory_tokens)
+        self._counters.add("cached_disk_tokens", disk_tokens)
 
     def _tell(self, sequence: Sequence, plan: Plan, matched: int) -> None:
         sequence.decision = LoadDecision(plan.choice, matched, plan.load_s, plan.compute_s)

@@ -92,6 +92,12 @@ class Meeting:
         )
 
     @property
+    def done(self) -> bool:
+        """No read holds memory for it any more."""
+        with self._lock:
+            return not self._under_way and (self.lead is None or self.lead.done)
+
+    @property
     def deadline_s(self) -> float:
         """When to look again whether waiting still pays."""
         return time.monotonic() + _LOOK_S

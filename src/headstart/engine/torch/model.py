@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, packing, recurrent
+from headstart.engine.torch import attention, mla, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
-from headstart.engine.torch.facts import ModelFacts
+from headstart.engine.torch.facts import ModelFacts, signature
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
+from headstart.engine.torch.lora import Adapters
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ModelError
 
@@ -50,27 +51,62 @@ class TorchModel:
         self.device, self.dtype, self.layers = facts.device, facts.dtype, facts.layers
         self.heads: int = getattr(text, "num_attention_heads", None) or 1
         self.mixers: recurrent.Mixers | None = None
-        if recurrent.is_recurrent(self.config):
-            self.shape = self._found()
-        else:
-            self.shape = KVShape.alike(
-                text.num_hidden_layers,
-                heads=getattr(text, "num_key_value_heads", None) or self.heads,
-                width=getattr(text, "head_dim", None) or text.hidden_size // self.heads,
-                dtype=self.dtype,
-            )
+        self.adapters: Adapters | None = None
+        self._step: Step | None = None  # under way, for modules that are told of it directly
+        latents = mla.attach(module)
+        self.shape = self._found(latents) if recurrent.is_recurrent(self.config) else self._told()
 
-    def _found(self) -> KVShape:
+    def _told(self) -> KVShape:
+        """Return what the layers keep, as they tell in a run of two tokens."""
+        self.config._attn_implementation = attention.NAME
+        step = Step([], found=[])
+        try:
+            self._run([0, 0], [0, 1], step)
+        except ModelError:
+            if step.found:
+                raise
+            self._tell_directly()
+            self._run([0, 0], [0, 1], step)
+        if not step.found:
+            raise ModelError("none of its layers calls our attention")
+        return KVShape(tuple(step.found), self.dtype)
+
+    def _tell_directly(self) -> None:
+        """Tell attention modules of the step where the layers around them do not pass it on."""
+
+        def told(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, named if self._step is None else {**named, "headstart": self._step}
+
+        for module in self.module.modules():
+            takes_more = any(one.kind is one.VAR_KEYWORD for one in signature(module).parameters.values())
+            if hasattr(module, "layer_idx") and takes_more:
+                module.register_forward_pre_hook(told, with_kwargs=True)
+
+    @torch.inference_mode()
+    def _run(self, tokens: Sequence[int], positions: Sequence[int], step: Step, **more: Any) -> Any:
+        self._step = step
+        try:
+            return self.module(
+                input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
+                position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
+                use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
+                headstart=step,
+                **more,
+            )
+        finally:
+            self._step = None
+
+    def _found(self, latents: frozenset[int]) -> KVShape:
         """Take over the recurrent layers; return what the model keeps, as it showed itself in a short run."""
         self.config._attn_implementation = "eager"
         with torch.inference_mode():
             found = recurrent.find(self.module, _probe_tokens(self.vocabulary))
         recurrent.follow_layer_numbers(self.module)
         self.mixers = recurrent.Mixers(found.mixers, found.state)
-        layers = [
-            LayerKV(number, 2 * heads, key) if key == value else LayerKV(number, heads, key + value, key_width=key)
-            for number, heads, key, value in found.kv
-        ]
+        layers = []
+        for number, heads, key, value in found.kv:
+            latent = number in latents  # its cache keeps it in two
+            layers.append(LayerKV.of(number, heads, key + value if latent else key, value, latent=latent))
         return KVShape(tuple(layers) or (_NOTHING,), self.dtype, found.state)
 
     @torch.inference_mode()
@@ -82,14 +118,8 @@ class TorchModel:
         if len(rows) < len(tokens) and self.mixers is None:  # a recurrent layer needs every row of what is before it
             step.last = (self.shape.numbers[-1], frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
-        with self._states(step):
-            output = self.module(
-                input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
-                position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
-                use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
-                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
-                headstart=step,
-            )
+        with self._states(step), self._adapted(step, len(tokens)):
+            output = self._run(tokens, positions, step, logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device))
         logits: Tensor = output.logits[0]
         return (logits if len(logits) == len(rows) else logits[list(rows)]).float()
 
@@ -106,6 +136,9 @@ class TorchModel:
                 one.kv.values(0)[:, one.first : one.first + one.count] = 0
             parts.append(recurrent.Part(one.rows, one.first, one.kv.state))
         return self.mixers.running(parts, keep=step.before_layer is not None)
+
+    def _adapted(self, step: Step, count: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.working(step.adapted, count)
 
     def next_logits(self, tokens: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
         """Return float32 logits [vocabulary] for the token after `tokens`, with KV outside the engine's memory."""
@@ -188,7 +221,7 @@ def _probed(module: Any, name: str) -> TorchModel:
     try:
         model = TorchModel(module, name=name)
     except _CANNOT_RUN as error:
-        raise ModelError(f"its layers cannot be told apart ({_first_line(error)})") from error
+        raise _not_run(error) from error
     probe(model)
     return model
 

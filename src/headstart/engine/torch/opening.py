@@ -11,13 +11,14 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.open import capacities_of, open_cache
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import CacheConfig, Config, parse_size
+from headstart.config import CacheConfig, Config, parse_adapters, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
+from headstart.engine.torch.lora import Adapters, read_adapter
 from headstart.engine.torch.model import Model, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
@@ -27,6 +28,7 @@ from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 _log = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
+_STATE_COPIES = 4  # of a recurrent state, on their way into the cache beside the one request that always fits
 _LEAST_PIECES = 16  # on disk; below, hardly any prompt is kept
 
 
@@ -35,6 +37,9 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     use_physical_cores()
     keep_freed_memory()
     identity, model = _load_identified(folder, config, on_progress)
+    adapters = parse_adapters(config.engine.adapters)
+    if adapters:
+        _add_adapters(model, adapters)
     if config.engine.deterministic:
         _log.info("deterministic, so slower: one request a pass; the bits hold for %s", make_deterministic(model))
     on_progress("preparing memory", None)
@@ -62,17 +67,27 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
             layers=model.layers,
             kv_bytes_per_token=model.shape.token_bytes,
             cache=said,
+            adapters=tuple(adapters),
         ),
         cache=cache,
         max_running=config.engine.max_running,
         chunk_tokens=config.engine.prefill_chunk,
         load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
         deterministic=config.engine.deterministic,
     )
     on_progress("warming up", None)
     engine.warm_up()
     on_progress("ready", 1.0)
     return engine
+
+
+def _add_adapters(model: Model, folders: dict[str, Path]) -> None:
+    if isinstance(model, StockModel) or model.mixers is not None or any(layer.latent for layer in model.shape.layers):
+        raise ModelError(f"adapters are not served with {model.name}, which is not plain attention; leave engine.adapters out")
+    if model.name in folders:
+        raise ConfigError(f"engine.adapters: {model.name!r} is the model's own name; take another", key="engine.adapters")
+    model.adapters = Adapters(model.module, {name: read_adapter(folder) for name, folder in folders.items()})
 
 
 def _load_identified(
@@ -107,7 +122,8 @@ def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half; what
     the memory tier will take is not free, though on a small machine at least half is left to the engine."""
     context = min(model.context_tokens, config.engine.context or model.context_tokens)
-    one = model.shape.region_bytes(context)
+    copies = 0 if model.shape.state is None else _STATE_COPIES * model.shape.state.nbytes
+    one = model.shape.region_bytes(context) + copies
     if config.engine.kv_memory == "auto":
         free = available_bytes(model.device)
         if config.cache.enabled and model.device.type == "cpu":
@@ -116,7 +132,7 @@ def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     else:
         capacity = parse_size(config.engine.kv_memory)
     if capacity < one:
-        fits = _tokens_that_fit(model, capacity, below=context)
+        fits = _tokens_that_fit(model, capacity - copies, below=context)
         if fits < min(_LEAST_CONTEXT, context):
             least = min(_LEAST_CONTEXT, context)
             raise ModelError(
@@ -149,8 +165,6 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
         return None, "off by configuration"
     if isinstance(model, StockModel):
         return None, f"off for this model, because {model.why.replace('; ', ', ')}"
-    if model.mixers is not None:
-        return None, "off for this model, because the state of its recurrent layers is not stored yet"
     wrong: list[str] = []
     settings = config.cache
     capacity, told = _disk_capacity(settings)

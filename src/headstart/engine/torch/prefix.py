@@ -6,17 +6,32 @@ request in the middle of a load therefore frees its memory with the last byte th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
+from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
 from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
+
+_PROMOTED_BYTES = 1 << 30  # at once, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What brings `matched_tokens` into a request's KV, and by which plan. No plan: a miss. A plan and no load: it is computed.
+    `beyond_tokens` more are stored, and of no use because no state stands behind them."""
+
+    load: PrefixLoad | Meeting | None
+    plan: Plan | None
+    matched_tokens: int
+    beyond_tokens: int
 
 
 class PrefixBridge:
@@ -54,12 +69,13 @@ class PrefixBridge:
         kv: HostKV | DeviceKV,
         *,
         salt: str | None,
+        identity: Identity | None = None,
         ahead_s: float = 0.0,
         mix: bool = False,
-    ) -> tuple[PrefixLoad | Meeting | None, Plan | None, int]:
-        """Return what brings the longest stored prefix into `kv`, by which plan, and how many tokens matched. No plan: a miss.
-        A plan and no load: it is computed. `mix`: reading all of it has turned out too slow."""
-        lease = self._cache.match(tokens, salt=salt)
+    ) -> Started:
+        """Begin to bring the longest stored prefix into `kv`. `identity`: of the blocks, where it is not the model's alone.
+        `mix`: reading all of it has turned out too slow."""
+        lease = self._cache.match(tokens, salt=salt, identity=identity)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
         try:
@@ -69,38 +85,69 @@ class PrefixBridge:
         finally:
             if not isinstance(under_way, Meeting):  # which reads more later
                 lease.release()
-        return under_way, plan, lease.tokens
+        return Started(under_way, plan, lease.tokens, lease.beyond_tokens)
 
     def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
         """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
         with self._cache.match(tokens, salt=salt) as lease:
             return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None) -> int:
+    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt) as lease:
+        with self._cache.match(tokens, salt=salt, identity=identity) as lease:
             return lease.tokens
 
-    def save(self, tokens: Sequence[int], kv: HostKV | DeviceKV | BranchKV, *, salt: str | None) -> None:
-        """Give the KV of `tokens` to the cache, written behind. `kv` may be released at once."""
-        host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
-        if host is None:
-            return
-        if isinstance(kv, BranchKV):
-            kv.retain()
-        try:
+    def promote(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        return self._cache.promote(tokens, most_bytes=_PROMOTED_BYTES, salt=salt, identity=identity)
+
+    def save(
+        self,
+        tokens: Sequence[int],
+        kv: HostKV | DeviceKV | BranchKV,
+        *,
+        salt: str | None,
+        identity: Identity | None = None,
+        retention: str,
+        tenant: str,
+        session: str,
+        own_tokens: int,
+        states: Mapping[int, StateCopy] | None = None,
+    ) -> Ticket | None:
+        """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind, and return the
+        ticket. `own_tokens`: as many of them as this request gave before. `kv` may be released at once; of `states` this takes
+        over the references. None: on a device, where no host memory is free to pass it through."""
+        with ExitStack() as stack:
+            for copy in (states or {}).values():
+                stack.callback(copy.release)
+            host: HostKV | BranchKV | None = kv if isinstance(kv, BranchKV) else self._passage(kv, len(tokens))
+            if host is None:
+                return None
+            if isinstance(kv, BranchKV):
+                kv.retain()
+            stack.callback(host.release)
             if isinstance(kv, DeviceKV) and isinstance(host, HostKV):
                 kv.copy_to(host, len(tokens))
-            ticket = self._cache.save(tokens, host, salt=salt)
-        except BaseException:
-            host.release()
-            raise
+            buffers = {n: copy.data for n, copy in states.items()} if states else None
+            ticket = self._cache.save(
+                tokens,
+                host,
+                salt=salt,
+                identity=identity,
+                retention=retention,
+                tenant=tenant,
+                session=session,
+                states=buffers,
+                own_tokens=own_tokens,
+            )
+            held = stack.pop_all()
 
         def let_go(*_: object) -> None:
-            host.release()
+            held.close()
             self._wake()
 
         ticket.add_done_callback(let_go)
+        return ticket
 
     def _passage(self, kv: HostKV | DeviceKV, tokens: int) -> HostKV | None:
         """Return host memory for a load or save of `kv`, with a reference: its own where it is in host memory."""

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 from headstart.cache.prefix_cache import Lease, Load
 from headstart.engine.speeds import ReadAccount
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVShape
@@ -45,6 +48,7 @@ class PrefixLoad:
         self._arrived_s = 0.0  # … and how long after the start they were
         self._least_s = least_s
         self._device_kv = kv if isinstance(kv, DeviceKV) else None
+        self._state, self._state_taken = kv.state, False
         self._host = host
         self._shape = shape
         self._layers = len(shape.layers)
@@ -81,9 +85,25 @@ class PrefixLoad:
         self._note(layer)
         self._to_device(layer + 1, self.tokens)
 
+    def take_state(self, timeout_s: float) -> None:
+        """Have recurrent layers, if there are any, stand behind the loaded prefix. Raises LoadFailed."""
+        if self._state is None or self._state_taken:
+            return
+        data = self._load.state(timeout_s=max(0.0, min(timeout_s, self.deadline_s - time.monotonic())))
+        try:
+            self._state.take(torch.from_numpy(np.frombuffer(data, np.uint8).copy()), self.tokens)
+        except ValueError as error:  # another size: of another version of transformers, say
+            raise LoadFailed(str(error), usable_tokens=0, timed_out=False, reason="state") from error
+        self._state_taken = True
+
     def outcome(self) -> Outcome:
         """Return what came of it; only when `done`, or after `wait` returned for every layer."""
         usable = min(self._load.usable_tokens, self.tokens)
+        if usable and self._state is not None:
+            try:
+                self.take_state(0.0)
+            except LoadFailed:
+                usable = 0
         self._to_device(self._layers, usable)
         return Outcome.of(
             usable,

@@ -103,12 +103,13 @@ class RecurrentState:
             self._live.copy_(self._kept)
         self._stand_at(self._before)
 
-    def copied(self) -> Tensor:
-        """Return the state as u8 [shape.nbytes]."""
-        return self._live.clone()
+    @property
+    def bytes(self) -> Tensor:
+        """The state as u8 [shape.nbytes], until the next forward pass."""
+        return self._live
 
     def take(self, data: Tensor, tokens: int) -> None:
-        """Become what `copied` returned after the first `tokens` tokens. ValueError for another model's."""
+        """Become what `bytes` were after the first `tokens` tokens. ValueError for another model's."""
         if data.numel() != self.shape.nbytes:
             raise ValueError(f"a state of {data.numel()} bytes is not this model's, which has {self.shape.nbytes}")
         self._live.copy_(data)

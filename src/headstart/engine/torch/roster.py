@@ -1,47 +1,66 @@
 """Who waits and who runs. What other threads hand in lies here under a lock; the engine's thread alone moves it on.
 
-submit ─▶ mail ─▶ waiting ─▶ running ─▶ gone            `known`: all of them, until their last event
+submit ─▶ mail ─▶ waiting ◀─▶ running ─▶ gone            `known`: all of them, until their last event
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from threading import Event, Lock
 
 from headstart.engine.torch.sequence import Sequence
+from headstart.policy.fairness import FairShares
 
 
 class Roster:
     def __init__(self) -> None:
-        self.lock = Lock()  # guards the next two
+        self.lock = Lock()  # guards the next three
         self.mail: deque[Sequence] = deque()
         self.known: dict[str, Sequence] = {}
+        self._posted = 0
         self.wake = Event()  # set by any thread that has something for the engine's
         self.closing = False
         # The engine's thread alone:
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.shares = FairShares()  # of the tenants of all of them
+
+    def post(self, sequence: Sequence) -> None:
+        """Hand in a request. Under the lock."""
+        sequence.number = self._posted
+        self._posted += 1
+        self.known[sequence.request.id] = sequence
+        self.mail.append(sequence)
 
     def take_mail(self) -> list[Sequence]:
-        """Move what was submitted to those who wait; return all that were aborted and not yet ended."""
+        """Move what was handed in to those who wait; return all that nobody wants any more and that have not ended."""
         with self.lock:
-            self.waiting.extend(sequence for sequence in self.mail if not sequence.ended)
+            new = [sequence for sequence in self.mail if not sequence.ended]
             self.mail.clear()
-            return [sequence for sequence in self.known.values() if sequence.aborted]
+            over = [sequence for sequence in self.known.values() if sequence.over]
+        for sequence in new:
+            sequence.waiting_s = sequence.submitted_s
+            self.waiting.append(sequence)
+            self.shares.enter(sequence.request.tenant)
+        return over
 
     def start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.running_s = time.monotonic()
 
     def put_back(self, sequence: Sequence) -> None:
-        """It waits again, before all others."""
+        """It waits again, at its old place: requests of a tenant are in order of arrival."""
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.append(sequence)
+        sequence.waiting_s = time.monotonic()
 
     def remove(self, sequence: Sequence) -> None:
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
+                self.shares.leave(sequence.request.tenant)
 
     def all(self) -> list[Sequence]:
         with self.lock:

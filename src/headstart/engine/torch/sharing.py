@@ -32,6 +32,7 @@ class BranchKV:
 
     def __init__(self, trunk: HostKV, prefix: Prefix, own: HostKV) -> None:
         trunk.retain()
+        self.state = None  # what has one is not shared
         self.trunk = trunk
         self.prefix = prefix
         self.own = own
@@ -69,9 +70,6 @@ class Beyond:
     def values(self, layer: int) -> Tensor:
         return self.kv.values(layer)[:, self.tokens :]
 
-    def latent(self, layer: int) -> Tensor:
-        return self.kv.latent(layer)[self.tokens :]
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -98,10 +96,16 @@ class Offer:
 def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     """Return the longest beginning, in whole blocks and leaving a token to compute, that a running request has as well."""
     best = None
+    running = list(running)
+    sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
         if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):
             continue
-        tokens = _common(sequence.request.prompt, one.tokens)
+        if one.request.adapter != sequence.request.adapter:
+            continue
+        if one.kv.state is not None:
+            continue  # who joins would need the state at that place, which is gone
+        tokens = _common(sequence, one)
         if isinstance(one.kv, BranchKV):
             tokens = min(tokens, one.kv.prefix.tokens)
         if tokens > (0 if best is None else best.tokens):
@@ -109,9 +113,13 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     return best
 
 
-def _common(prompt: Several[int], tokens: Several[int]) -> int:
-    """Return the tokens of the whole blocks with which both begin, less than all of the prompt."""
-    at, end = 0, min(len(prompt) - 1, len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
-    while at < end and list(prompt[at : at + BLOCK_TOKENS]) == list(tokens[at : at + BLOCK_TOKENS]):
-        at += BLOCK_TOKENS
+def _common(sequence: Sequence, other: Sequence) -> int:
+    """Return the tokens of the whole blocks with which both begin, less than all of the first. Asked at every step while one
+    waits, so what was compared is remembered; both only grow."""
+    at, differs = sequence.alike.get(other.number, (0, False))
+    end = min(len(sequence.tokens) - 1, len(other.tokens)) // BLOCK_TOKENS * BLOCK_TOKENS
+    while not differs and at < end:
+        differs = sequence.tokens[at : at + BLOCK_TOKENS] != other.tokens[at : at + BLOCK_TOKENS]
+        at += 0 if differs else BLOCK_TOKENS
+    sequence.alike[other.number] = (at, differs)
     return at

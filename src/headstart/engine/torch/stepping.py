@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
 
 from headstart.engine.base import TokenEvent
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
+from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
@@ -16,13 +19,15 @@ from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sampler import Choice, choose
-from headstart.engine.torch.scheduler import Work
+from headstart.engine.torch.scheduler import Work, note_turns, plan_step
 from headstart.engine.torch.sequence import Sequence
 from headstart.errors import LoadFailed
 from headstart.metrics import Counters
+from headstart.policy.pacing import Pace
 
 _log = logging.getLogger(__name__)
 
+_LEAST_BESIDE = 32  # tokens of prompts beside answers: fewer cost nearly as much
 _TELLING_ROWS = 16  # of prompts
 _PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
 
@@ -35,14 +40,36 @@ class Stepper:
     """For the engine's thread. `alone`: each request in a pass of its own, in the chunks of `deterministic`."""
 
     def __init__(
-        self, model: Model, roster: Roster, loads: Loads, endings: Endings, counters: Counters, *, alone: bool
+        self,
+        model: Model,
+        roster: Roster,
+        loads: Loads,
+        boundaries: Boundaries,
+        endings: Endings,
+        counters: Counters,
+        *,
+        chunk_tokens: int,
+        alone: bool,
     ) -> None:
         self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._pace = Pace()
         self._roster = roster
         self._loads = loads
+        self._boundaries = boundaries
         self._endings = endings
         self._counters = counters
         self._alone = alone
+
+    def plan(self) -> list[Work]:
+        """Return what the next step computes; see `scheduler`."""
+        work = plan_step(
+            self._roster.running,
+            shares=self._roster.shares,
+            chunk_tokens=self._chunk_tokens,
+            beside_tokens=self._pace.beside_tokens(least=min(_LEAST_BESIDE, self._chunk_tokens), most=self._chunk_tokens),
+        )
+        return self._boundaries.cut(work)
 
     def step(self, work: Several[Work]) -> None:
         """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
@@ -57,19 +84,24 @@ class Stepper:
 
     def _pass(self, work: Several[Work]) -> None:
         tokens: list[int] = []
-        segments, rows, complete = [], [], []
+        segments, rows, complete, adapted = [], [], [], []
         for item in work:
             sequence = item.sequence
             if isinstance(sequence.load, Meeting):
                 sequence.load.claim(sequence.computed + item.count)
             segments.append(sequence.segment(len(tokens), item.count))
+            if sequence.request.adapter is not None:
+                adapted.append((segments[-1].rows, sequence.request.adapter))
             tokens += sequence.tokens[sequence.computed : sequence.computed + item.count]
             if item.count == sequence.pending:
                 rows.append(len(tokens) - 1)
                 complete.append(sequence)
+        prompt_tokens = sum(item.count for item in work if not item.sequence.decoding)
         started = time.monotonic()
         try:
-            logits = self._model.forward(tokens, Step(segments, lambda layer: self._before_layer(work, layer)), rows=rows)
+            self._take_states(work)
+            step = Step(segments, lambda layer: self._before_layer(work, layer), adapted=adapted)
+            logits = self._model.forward(tokens, step, rows=rows)
             chosen = choose(logits, [sequence.sampler for sequence in complete])
         except _Abandoned:
             self._counters.add("steps_abandoned")
@@ -83,23 +115,34 @@ class Stepper:
                 )
             return
         self._counters.add("steps")
-        self._measure(work, time.monotonic() - started, settled=bool(rows))
-        for item in work:
-            if isinstance(item.sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
-                self._loads.adopt(item.sequence, item.sequence.load.outcome())
-            self._advance(item)
+        seconds = time.monotonic() - started
+        self._measure(work, seconds, settled=bool(rows))
+        if not any(isinstance(item.sequence.load, PrefixLoad) for item in work):  # else it waited
+            decoding = any(item.sequence.decoding for item in work)
+            self._pace = self._pace.after(seconds=seconds, decoding=decoding, prompt_tokens=prompt_tokens)
+        note_turns(self._roster.running, work)
+        before = [self._advance(item) for item in work]
         for sequence, choice in zip(complete, chosen, strict=True):
-            if sequence.aborted:
-                continue  # its last event comes before the next step
-            self._deliver(sequence, choice)
-            if sequence.generated == 1 and not sequence.ended:
-                self._endings.save(sequence)  # the prompt; only now, so that the first token does not wait for it
+            if not sequence.over:  # else its last event comes before the next step
+                self._deliver(sequence, choice)
+        for item, computed in zip(work, before, strict=True):
+            if not item.sequence.ended:  # only now, so that no token waits for it
+                self._endings.save_progress(item.sequence, before=computed)
 
-    def _advance(self, item: Work) -> None:
-        one = item.sequence
-        one.computed = (
-            deterministic.reached(computed=one.computed, count=item.count) if self._alone else one.computed + item.count
-        )
+    def _advance(self, item: Work) -> int:
+        """Count what was computed; return how much was before."""
+        sequence = item.sequence
+        if isinstance(sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
+            self._loads.adopt(sequence, sequence.load.outcome())
+        before, end = sequence.computed, sequence.computed + item.count
+        sequence.computed = deterministic.reached(computed=before, count=item.count) if self._alone else end
+        again = max(0, min(sequence.reached, end) - before)
+        if again:
+            self._counters.add("recomputed_tokens", again)
+        generated = 1 if end == len(sequence.tokens) else 0
+        self._roster.shares.charge(sequence.request.tenant, computed=item.count - again, generated=generated)
+        self._boundaries.passed(sequence)
+        return before
 
     def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
         """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
@@ -114,29 +157,41 @@ class Stepper:
     def _before_layer(self, work: Several[Work], layer: int) -> None:
         """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
         the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
-        wanted = [item for item in work if not item.sequence.aborted]
-        if self._roster.closing or not wanted or any(item.sequence.aborted and not item.sequence.decoding for item in work):
+        over = [item for item in work if item.sequence.over]
+        if self._roster.closing or len(over) == len(work) or any(not item.sequence.decoding for item in over):
             raise _Abandoned
         for item in work:
-            load = item.sequence.load
-            while isinstance(load, PrefixLoad):
-                try:
-                    load.wait(layer, _PATIENCE_S)
-                    break
-                except LoadFailed as error:
-                    if not error.facts.get("timed_out"):
-                        load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
-                        raise _Abandoned from error
-                    if load.overdue or load.slow or self._roster.closing or self._roster.mail:
-                        raise _Abandoned from error
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence, partial(item.sequence.load.wait, layer))
+
+    def _take_states(self, work: Several[Work]) -> None:
+        """Wait until recurrent layers of those whose prefix is loaded stand behind it."""
+        for item in work:
+            if isinstance(item.sequence.load, PrefixLoad):
+                self._wait(item.sequence, item.sequence.load.take_state)
+            self._boundaries.entered(item.sequence)
+
+    def _wait(self, sequence: Sequence, what: Callable[[float], None]) -> None:
+        """Wait for something of a request's load, or give the step up."""
+        load = sequence.load
+        assert isinstance(load, PrefixLoad)
+        while True:
+            try:
+                what(_PATIENCE_S)
+                return
+            except LoadFailed as error:
+                if not error.facts.get("timed_out"):
+                    load.failed = True  # `Loads.settle` keeps the good part once the last read has ended
+                    raise _Abandoned from error
+                if load.overdue or load.slow or sequence.over or self._roster.closing or self._roster.mail:
+                    raise _Abandoned from error
 
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
         if isinstance(choice, str):
             self._counters.add("choice_faults")
             self._endings.end(sequence, "error", error=choice)
             return
-        if sequence.first_token_s is None:
-            sequence.first_token_s = time.monotonic()
+        sequence.saw_token()
         if choice.token in sequence.request.stop_ids:
             self._endings.end(sequence, "stop")
             return
