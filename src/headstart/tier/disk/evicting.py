@@ -195,7 +195,7 @@ def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason:
 
 def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes: int, room_bytes: int) -> Emptying | None:
     """Return what is in a file that may go, and what of it is carried elsewhere; None where there is no room for that."""
-    if room_bytes < ahead_bytes(store):
+    if room_bytes < ahead_bytes(store) * 3 // 4:  # journal and folders grow, too
         return None
     appending = {segment.number for segment in store.appending.values()}  # where what is carried is written
     stays = files.stays | np.array([segment.number in appending for segment in files.segments], np.bool_)
