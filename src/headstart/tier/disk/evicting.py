@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
 EXPIRE_INTERVAL_S = 10.0
 _EXPIRE_SHARE = 1 / 50  # of the time at most, where there are very many
-_COLD_SHARE = 16  # such a part of the capacity is what would go next, where only whole files go
+_COLD_SHARE = 40  # such a part of the capacity is what would go next, where only whole files go
 _AHEAD_SHARE = (
     32  # there at most such a part, and half a file, is kept free, to write anew what is worth it before its file goes
 )
@@ -195,7 +195,7 @@ def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason:
 
 def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes: int, room_bytes: int) -> Emptying | None:
     """Return what is in a file that may go, and what of it is carried elsewhere; None where there is no room for that."""
-    if room_bytes < ahead_bytes(store) * 3 // 4:  # journal and folders grow, too
+    if room_bytes < ahead_bytes(store) * 7 // 8:  # journal and folders grow, too
         return None
     appending = {segment.number for segment in store.appending.values()}  # where what is carried is written
     stays = files.stays | np.array([segment.number in appending for segment in files.segments], np.bool_)
