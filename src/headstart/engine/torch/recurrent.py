@@ -193,6 +193,7 @@ class Mixers:
                 if self.way is Way.SCAN and scanning is not None:
                     initial[0] = state.cache.get_recurrent_state(module.layer_idx)
                     results.append(scanning(**mine))
+                    initial[0] = None  # it lies in the request's memory
                 else:
                     results.append(stock(**mine))
             return _joined(results)
