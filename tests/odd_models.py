@@ -21,9 +21,22 @@ _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next, gated delta nets, experts": ("qwen3_next", {**_DELTA, **_EXPERTS, "decoder_sparse_step": 1}),
     "qwen3.5, gated delta nets": ("qwen3_5_text", _DELTA),
-    "jamba, Mamba that goes on by single rows": (
+    "jamba, Mamba whose scan begins with nothing": (
         "jamba",
         {"mamba_d_state": 8, "mamba_dt_rank": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2},
+    ),
+    "zamba, Mamba that goes on by single rows": (
+        "zamba",
+        {
+            "num_key_value_heads": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 2,
+            "mamba_dt_rank": 8,
+            "attention_head_dim": 32,
+            "attention_hidden_size": 128,
+        },
     ),
     "bamba, Mamba2": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
     "granite, Mamba2, experts": (
@@ -65,6 +78,23 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 16,
         },
     ),
+    "kimi, gated delta nets and latent attention": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense"] * 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "head_dim": 8,
+        },
+    ),
     "mamba2, no attention at all": (
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
@@ -92,7 +122,7 @@ AS_THEY_ARE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "recurrent gemma, state in its modules": (
         "recurrent_gemma",
         {"lru_width": 64, "attention_window_size": 32, "num_key_value_heads": 1},
-        "its layers",
+        "no layer keeps a state",
         "ANEW",
     ),
 }

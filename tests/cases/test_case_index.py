@@ -41,6 +41,8 @@ FILES = {
     "slow disk": "engine/torch/test_slow_disk.py",
     "transfer": "transfer/test_load.py",
     "api": "api/test_openai_client.py",
+    "capabilities": "cases/test_capabilities.py",
+    "boundaries": "engine/torch/test_boundaries.py",
     "names": "cases/test_shards_and_names.py",
     "directories": "cases/test_directories.py",
     "bounds": "tier/disk/test_disk_bounds.py",
@@ -243,6 +245,11 @@ C106  What a request that gave way gets back is no hit: cached tokens are never 
 C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
       states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
       s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
+      boundaries · test_where_prompts_were_seen_to_part_the_next_one_goes_on
+C116  What a model can do is known at the start: it is cached, runs without and says why, or is refused; nothing fails later.
+      capabilities · test_what_can_be_cached_is
+      capabilities · test_what_cannot_be_cached_runs_without_and_says_why
+      capabilities · test_what_attends_across_two_texts_is_refused_in_a_sentence
 C117  A prompt that is wholly stored leaves one token to compute.
       s02 · test_at_least_one_token_is_left_to_compute
 C119  Reading extends no promise and no ceiling.
@@ -281,7 +288,6 @@ ELSEWHERE = {
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
     "usage and prices": ("C098", "C099", "C100", "C105"),
-    "state that cannot be cut": ("C116",),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
 

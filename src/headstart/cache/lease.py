@@ -107,11 +107,11 @@ class Lease:
             nbytes[stretch.tier] = nbytes.get(stretch.tier, 0) + stretch.nbytes
         return nbytes
 
-    def load(self, into: KVView, first_tokens: int = 0, end_tokens: int | None = None) -> Load:
+    def load(self, into: KVView, first_tokens: int = 0, end_tokens: int | None = None, *, behind: bool = False) -> Load:
         """Start reading what matched from token `first_tokens` up to `end_tokens` (None: all of it) into `into`, which is asked
         for pieces by their number in the prompt. Several loads may be under way, each with its own layers, limit, deadline and
-        callbacks; what one of them says counts from its first token. Those that were started first are read first. In a
-        forked child nothing comes.
+        callbacks; what one of them says counts from its first token. Those that were started first are read first, and
+        those that nobody waits for (`behind`) last. In a forked child nothing comes.
 
         Where there is a boundary state, a load that reaches the end of the match brings it, also one of no tokens, and any of
         them is good as a whole or not at all.
@@ -141,6 +141,7 @@ class Lease:
             timeout_s=self._timeout_s,
             settle=partial(self._settle, runs=runs, boundary=boundary),
             first_piece=first,
+            behind=behind,
             with_state=boundary is not None,
         )
         state = None if boundary is None else self._state_span(boundary)

@@ -32,6 +32,7 @@ from headstart.block.representation import Representation
 from headstart.cache.faults import counted
 from headstart.cache.finding import Finder, Found
 from headstart.cache.lease import Lease
+from headstart.cache.promoting import Promoter
 from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
 from headstart.cache.ticket import SaveResult, Ticket
@@ -43,6 +44,7 @@ from headstart.transfer.plan import Prompt
 
 __all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
+_PROMOTED_SHARE = 4  # one in so many of the memory tier's bytes may be of what is only expected
 _log = logging.getLogger(__name__)
 
 
@@ -84,6 +86,9 @@ class PrefixCache:
         self._closed = False
         self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
+        memory = self._sources[0].tier if len(self._sources) > 1 and self._sources[0].tier.trusted else None
+        memory = memory if representation.state == "none" else None  # blocks alone are then of no use
+        self._promoter = None if memory is None else Promoter(memory.name, representation, self._counters)
         self._finder = Finder(self._sources, representation, longest_read_s=load_timeout_s, counters=self._counters)
         self._saver = Saver(
             self._sources,
@@ -195,6 +200,27 @@ class PrefixCache:
         ticket.add_done_callback(lambda _: self._counters.add("saves_done"))  # save_calls less this are under way
         return ticket
 
+    def promote(
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        most_bytes: int,
+        salt: str | bytes | None = None,
+        identity: Identity | None = None,
+    ) -> bool:
+        """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
+        others wait for, up to `most_bytes`, and no more than a quarter of that tier. False: another is on its way, there is
+        nothing to bring, or no memory tier. Returns at once."""
+        if self._closed or self._forked or self._promoter is None or self._promoter.busy:
+            return False
+        prompt = np.frombuffer(token_bytes(tokens), dtype="<u4")
+        room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
+
+        def save(count: int, source: KVView) -> Ticket:
+            return self.save(prompt[:count], source, salt=salt, identity=identity)
+
+        return self._promoter.start(self.match(prompt, salt=salt, identity=identity), save, most_bytes=min(most_bytes, room))
+
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""
         for source in self._sources:
@@ -227,6 +253,8 @@ class PrefixCache:
         if self._closed or self._forked:
             return
         self._closed = True
+        if self._promoter is not None:
+            self._promoter.close()
         deadline = time.monotonic() + timeout_s
         saved = self._saver.close(timeout_s)
         for source in self._sources:

@@ -306,7 +306,7 @@ class _Worker:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self.urgency = (int(batch.load.started * 1e9), 0, 0)
+        self.urgency = (int(batch.load.turn_s * 1e9), 0, 0)
 
     def run(self, staging: Staging) -> None:
         if self._batch.work(staging):

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from headstart.block.representation import Representation
 from headstart.errors import LoadFailed
 
+_BEHIND_S = 1e6
 _log = logging.getLogger(__name__)
 
 
@@ -70,12 +71,15 @@ class Load:
         timeout_s: float,
         settle: Callable[[Load], None],
         first_piece: int = 0,
+        behind: bool = False,
         with_state: bool = False,
     ) -> None:
         """`pieces_by_source`: (tier name, pieces) in the order of the prompt. `settle` is called once, with the numbers final
-        and before anyone is told that the load is done. `with_state`: it brings the boundary state as well."""
+        and before anyone is told that the load is done. `behind`: it is read when nothing else is wanted. `with_state`: it
+        brings the boundary state as well."""
         self.representation = representation
         self.started = time.monotonic()
+        self.turn_s = self.started + (_BEHIND_S if behind else 0.0)  # who comes first: lower before higher
         self.bytes_read = 0
         self.seconds = 0.0
         self.faults: tuple[Fault, ...] = ()

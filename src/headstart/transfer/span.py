@@ -61,7 +61,7 @@ class _Job:
         self.layers = layers
         self.start = span.start + first  # in what is loaded
         self.pieces = pieces
-        self.urgency = (int(load.started * 1e9), layers.start, self.start)
+        self.urgency = (int(load.turn_s * 1e9), layers.start, self.start)
 
     def run(self, staging: Staging) -> None:
         wanted = self.load.wanted(self.start, self.pieces)

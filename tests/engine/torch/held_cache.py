@@ -171,6 +171,7 @@ class HeldCache:
         self.terms: list[dict[str, str]] = []  # of each save
         self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
+        self.promoted: list[tuple[int, ...]] = []
         self.hold_saves = False
         self.condition = Condition()
         self.closed = 0
@@ -212,6 +213,10 @@ class HeldCache:
         else:
             ticket.end()
         return ticket
+
+    def promote(self, tokens: Sequence[int], *, most_bytes: int, **_: object) -> bool:
+        self.promoted.append(tuple(tokens))
+        return True
 
     def next_load(self, number: int = 0) -> HeldLoad:
         with self.condition:

@@ -60,6 +60,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"num_kv_shared_layers": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
     ),
+    "stablelm, layers that pass nothing on to attention": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "nemotron, layers that pass nothing on to attention": ("nemotron", {}),
     **LATENT_KINDS,
 }
 

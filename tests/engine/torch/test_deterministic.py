@@ -17,7 +17,7 @@ from reference import Answer, ask, engine_of, loaded, some_tokens
 
 from headstart.cache.open import open_cache
 from headstart.config import CacheConfig
-from headstart.engine.base import Receipt, Sampling
+from headstart.engine.base import GenerationRequest, Receipt, Sampling, TokenEvent
 from headstart.engine.checkpoint import identity_of
 from headstart.engine.torch import deterministic, stepping
 from headstart.engine.torch.deterministic import CHUNK_TOKENS, make_deterministic, next_count, reached
@@ -173,6 +173,32 @@ def test_requests_that_begin_alike_hold_no_kv_together(llama: Bench) -> None:
         answers: list[Answer] = [ask(engine, PROMPT, 5) for _ in range(4)]
         assert len({tuple(answer.tokens) for answer in answers if answer.result().error is None}) == 1
         assert engine.load().counters.get("prefixes_shared", 0) == 0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_request_that_gave_its_place_to_another_goes_on_with_the_same_bits(
+    llama: Bench, logits: Logits, cached: bool
+) -> None:
+    prompt = PROMPT[:450]
+    with llama.engine(cached=False) as engine:
+        answered(engine, prompt, 120)
+        want = logits.of(prompt)
+    with llama.engine(cached=cached, context=704, full_contexts=1) as engine:
+        high: list[Answer] = []
+
+        class Overtaken(Answer):
+            def __call__(self, event: TokenEvent) -> None:
+                if not high:
+                    high.append(ask(engine, some_tokens(500, seed=21), 5, priority=1))
+                super().__call__(event)
+
+        low = Overtaken()
+        engine.submit(GenerationRequest("low", tuple(prompt), 120), low)
+        last = low.result()
+        assert high[0].result().error is None
+        assert last.receipt is not None
+        assert last.receipt.preemptions == 1
+    assert torch.equal(logits.of(prompt), want)
 
 
 def test_kv_that_was_computed_otherwise_is_never_hit(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

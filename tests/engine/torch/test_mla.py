@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,24 @@ def test_a_projection_that_is_not_as_we_know_it_has_its_keys_and_values_kept(tin
     probe(model)
     assert {(layer.strips, layer.width, layer.key_width) for layer in model.shape.layers} == {(4, 24 + 16, 24)}
     assert (model.next_logits(some_tokens(50), chunk_tokens=20) - want).abs().max() <= 1e-4
+
+
+def test_a_model_with_recurrent_layers_beside_latent_attention_keeps_a_state_and_latents(tiny_model_folder: Folders) -> None:
+    _, latent = LATENT_KINDS["deepseek-v2, YaRN, experts behind a dense layer"]
+    changes: dict[str, Any] = {
+        **latent,
+        "rope_parameters": None,
+        "num_hidden_layers": 3,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "num_experts": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+    folder = tiny_model_folder("kimi_linear", **changes)
+    model, tokens = loaded(folder), some_tokens(90)
+    assert [(layer.number, layer.strips, layer.width) for layer in model.shape.layers] == [(1, 1, 32 + 8)]
+    assert model.shape.representation(query_heads=model.heads).state == "required"
+    assert (model.next_logits(tokens, chunk_tokens=40) - stock_logits(stock(folder), tokens)[-1]).abs().max() <= 1e-4
 
 
 def test_requests_get_the_tokens_of_stock_transformers(folder: Path) -> None:

@@ -19,6 +19,8 @@ from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
+_AHEAD = 2  # who wait and whose stored prefixes are read meanwhile
+
 
 class Admission:
     """For the engine's thread. `patience_s`: how long loads and saves that go on without their requests are waited for."""
@@ -52,6 +54,11 @@ class Admission:
         self._claimant: Sequence | None = None  # to whom one gave way: it goes before its equals
 
     def admit(self) -> None:
+        """Let in who can run, and see to the stored prefixes of those who come next."""
+        self._let_in()
+        self._look_ahead()
+
+    def _let_in(self) -> None:
         """Give KV to those who wait, in turn, and start their loads. Nobody overtakes one who finds no memory; but who will
         share what another one is still loading or computing stays until it is there, and holds up nobody."""
         if len(self._roster.running) >= self._max_running and not self._preemption.may_place(self._roster.waiting):
@@ -65,12 +72,14 @@ class Admission:
             elif (kv := self._spare_for(sequence)) is None:
                 return
             self._roster.start(sequence)
-            sequence.kv = kv
+            ahead, sequence.kv = sequence.kv is not None, kv
             if self._claimant is sequence:
                 self._claimant = None
             if sequence.admitted_s is None:
                 sequence.admitted_s = sequence.running_s
                 self._counters.add("prompt_tokens", sequence.prompt_tokens)
+            if ahead:
+                continue  # what is stored of it is there, or on its way
             if isinstance(kv, BranchKV):
                 sequence.computed = kv.prefix.tokens
                 self._loads.found(sequence, memory_tokens=kv.prefix.tokens)
@@ -99,24 +108,42 @@ class Admission:
         """Return what others have of this one's beginning, and its KV if there is a place and memory for it now, whoever must
         give way for that."""
         while True:
-            offer = self._offer(sequence)
+            offer = self._offer(sequence) if sequence.kv is None else None
             if offer is not None and not offer.ready:
                 return offer, None
             if placed := len(self._roster.running) < self._max_running:
-                kv = self._rooms.first(sequence, offer)
+                kv = sequence.kv or self._rooms.first(sequence, offer)
                 if kv is not None:
                     return offer, kv
+                if self._preemption.take_back(spare=sequence):
+                    continue
             if (placed and self._rooms.coming_free()) or not self._preemption.give_place(sequence):
                 return offer, None
             self._claimant = sequence
 
-    def _offer(self, sequence: Sequence) -> Offer | None:
-        """Return what a running request has of this one's beginning, unless the cache has more."""
-        if self._bridge is None or not sequence.use_cache or not self._share:
-            return None
-        offer = best_offer(sequence, self._roster.running)
-        if offer is None:
-            return None
+    def _look_ahead(self) -> None:
+        """Have what is stored of those who are next read while others are computed: into their own KV where there is memory
+        for that, else into the memory tier. Once for each."""
+        waiting = self._roster.waiting
+        if self._bridge is None or not self._roster.running or all(one.looked_ahead for one in waiting):
+            return
+        for sequence in self._in_turn()[:_AHEAD]:
+            if sequence.looked_ahead or not sequence.use_cache or not sequence.reload:
+                continue
+            sequence.looked_ahead = True
+            if self._offer(sequence) is not None or not self._stored(sequence):
+                continue
+            sequence.kv = self._rooms.first(sequence, None)
+            if sequence.kv is None:
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
+                continue
+            self._loads.start(sequence)
+            if sequence.load is None:  # it is to be computed
+                self._rooms.give_back(sequence)
+
+    def _stored(self, sequence: Sequence) -> int:
+        """Return how many of its tokens the cache has, or had when it was asked."""
+        assert self._bridge is not None
         if sequence.stored is None:
             try:
                 sequence.stored = self._bridge.stored_tokens(
@@ -124,7 +151,14 @@ class Admission:
                 )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
-        return offer if offer.tokens >= sequence.stored else None
+        return sequence.stored
+
+    def _offer(self, sequence: Sequence) -> Offer | None:
+        """Return what a running request has of this one's beginning, unless the cache has more."""
+        if self._bridge is None or not sequence.use_cache or not self._share:
+            return None
+        offer = best_offer(sequence, self._roster.running)
+        return offer if offer is not None and offer.tokens >= self._stored(sequence) else None
 
     def _spare_for(self, sequence: Sequence) -> HostKV | None:
         """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold

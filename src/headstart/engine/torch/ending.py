@@ -90,6 +90,8 @@ class Endings:
                 self._loads.drop(sequence)
             elif finish != "error":
                 self.save(sequence)
+            if finish in ("stop", "length"):
+                self._loads.went_on(sequence)
             self._rooms.give_back(sequence)
         finally:
             self._roster.forget(sequence)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as Several
 
+from headstart.block.identity import Identity
 from headstart.engine.base import LoadDecision
+from headstart.engine.expecting import Conversations
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.meeting import Meeting
@@ -28,6 +31,7 @@ class Loads:
         self._roster = roster
         self._rooms = rooms
         self._bridge = bridge
+        self._conversations = None if bridge is None else Conversations(self.promote)
         self._counters = counters
 
     def start(self, sequence: Sequence) -> None:
@@ -61,9 +65,37 @@ class Loads:
         if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
 
+    def went_on(self, sequence: Sequence) -> None:
+        """Note that a request of a conversation has ended."""
+        asked = sequence.request
+        if self._conversations is not None and sequence.use_cache and asked.session:
+            self._conversations.went_on(
+                tenant=asked.tenant,
+                session=asked.session,
+                tokens=sequence.tokens,
+                salt=asked.salt,
+                identity=sequence.identity,
+                started_s=sequence.submitted_s,
+                ended_s=time.monotonic(),
+            )
+
+    def look_ahead(self) -> None:
+        """With nothing else to do: have the prefix of a conversation that may go on about now brought to the memory tier."""
+        if self._conversations is not None:
+            self._conversations.look_ahead(time.monotonic())
+
+    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        try:
+            return self._bridge is not None and self._bridge.promote(tokens, salt=salt, identity=identity)
+        except Exception:  # noqa: BLE001 - nobody waits for it
+            self._counters.add("match_faults")
+            _log.exception("bringing a prefix to memory failed")
+            return False
+
     def settle(self) -> None:
         """Take over what is done, go on with what meets, and give up what takes too long."""
-        for sequence in list(self._roster.running):
+        for sequence in [*self._roster.running, *self._roster.waiting]:
             load = sequence.load
             if isinstance(load, Meeting):
                 self._settle_meeting(sequence, load)
@@ -137,7 +169,8 @@ class Loads:
         self._rooms.give_back(sequence)
         sequence.computed = 0
         sequence.notes.append(why)
-        self._roster.put_back(sequence)
+        if sequence in self._roster.running:
+            self._roster.put_back(sequence)
 
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
         sequence.bytes_read += outcome.bytes_read

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.engine.torch import attention, mla, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
-from headstart.engine.torch.facts import ModelFacts
+from headstart.engine.torch.facts import ModelFacts, signature
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
 from headstart.engine.torch.lora import Adapters
@@ -52,23 +52,49 @@ class TorchModel:
         self.heads: int = getattr(text, "num_attention_heads", None) or 1
         self.mixers: recurrent.Mixers | None = None
         self.adapters: Adapters | None = None
+        self._step: Step | None = None  # under way, for modules that are told of it directly
         latents = mla.attach(module)
         self.shape = self._found(latents) if recurrent.is_recurrent(self.config) else self._told()
 
-    @torch.inference_mode()
     def _told(self) -> KVShape:
         """Return what the layers keep, as they tell in a run of two tokens."""
         self.config._attn_implementation = attention.NAME
         step = Step([], found=[])
-        self.module(
-            torch.tensor([[0, 0]], device=self.device),
-            position_ids=torch.tensor([[0, 1]], device=self.device),
-            use_cache=False,
-            headstart=step,
-        )
+        try:
+            self._run([0, 0], [0, 1], step)
+        except ModelError:
+            if step.found:
+                raise
+            self._tell_directly()
+            self._run([0, 0], [0, 1], step)
         if not step.found:
             raise ModelError("none of its layers calls our attention")
         return KVShape(tuple(step.found), self.dtype)
+
+    def _tell_directly(self) -> None:
+        """Tell attention modules of the step where the layers around them do not pass it on."""
+
+        def told(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, named if self._step is None else {**named, "headstart": self._step}
+
+        for module in self.module.modules():
+            takes_more = any(one.kind is one.VAR_KEYWORD for one in signature(module).parameters.values())
+            if hasattr(module, "layer_idx") and takes_more:
+                module.register_forward_pre_hook(told, with_kwargs=True)
+
+    @torch.inference_mode()
+    def _run(self, tokens: Sequence[int], positions: Sequence[int], step: Step, **more: Any) -> Any:
+        self._step = step
+        try:
+            return self.module(
+                input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
+                position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
+                use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
+                headstart=step,
+                **more,
+            )
+        finally:
+            self._step = None
 
     def _found(self, latents: frozenset[int]) -> KVShape:
         """Take over the recurrent layers; return what the model keeps, as it showed itself in a short run."""
@@ -93,13 +119,7 @@ class TorchModel:
             step.last = (self.shape.numbers[-1], frozenset(rows))
         positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
         with self._states(step), self._adapted(step, len(tokens)):
-            output = self.module(
-                input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
-                position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
-                use_cache=False,  # attention then gets the new k and v as they are; our KV is in `step`
-                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device),
-                headstart=step,
-            )
+            output = self._run(tokens, positions, step, logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device))
         logits: Tensor = output.logits[0]
         return (logits if len(logits) == len(rows) else logits[list(rows)]).float()
 
@@ -201,7 +221,7 @@ def _probed(module: Any, name: str) -> TorchModel:
     try:
         model = TorchModel(module, name=name)
     except _CANNOT_RUN as error:
-        raise ModelError(f"its layers cannot be told apart ({_first_line(error)})") from error
+        raise _not_run(error) from error
     probe(model)
     return model
 
@@ -231,25 +251,29 @@ def probe(model: TorchModel) -> None:
     why = None
     try:
         if packing.pack(model.module):
-            _compare_both_ways(model, tokens, want.float())
+            _compare_each_way(model, tokens, want.float())
             return
     except (ModelError, *_CANNOT_RUN) as error:
         packing.unpack(model.module)
         why = _first_line(error)
-    _compare_both_ways(model, tokens, want.float())
+    _compare_each_way(model, tokens, want.float())
     if why is not None:
         _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
 
 
-def _compare_both_ways(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
-    """Compare; where recurrent layers cannot go on from a state with several rows at once, give them one at a time."""
-    try:
-        _compare(model, tokens, want)
-    except ModelError:
-        if model.mixers is None or model.mixers.by_rows:
-            raise
-        model.mixers.by_rows = True
-        _compare(model, tokens, want)
+def _compare_each_way(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
+    """Compare; of recurrent layers, take the first way in which they go on from a state rightly."""
+    ways = [None] if model.mixers is None else list(recurrent.Way)
+    for way in ways:
+        if model.mixers is not None and way is not None:
+            model.mixers.way = way
+        try:
+            _compare(model, tokens, want)
+        except ModelError:
+            if way is ways[-1]:
+                raise
+        else:
+            return
 
 
 def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:

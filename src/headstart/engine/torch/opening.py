@@ -28,6 +28,7 @@ from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 _log = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
+_STATE_COPIES = 4  # of a recurrent state, on their way into the cache beside the one request that always fits
 _LEAST_PIECES = 16  # on disk; below, hardly any prompt is kept
 
 
@@ -121,7 +122,8 @@ def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     "auto" is a full context for each request that may run, within a quarter of the free memory, or one within half; what
     the memory tier will take is not free, though on a small machine at least half is left to the engine."""
     context = min(model.context_tokens, config.engine.context or model.context_tokens)
-    one = model.shape.region_bytes(context)
+    copies = 0 if model.shape.state is None else _STATE_COPIES * model.shape.state.nbytes
+    one = model.shape.region_bytes(context) + copies
     if config.engine.kv_memory == "auto":
         free = available_bytes(model.device)
         if config.cache.enabled and model.device.type == "cpu":
@@ -130,7 +132,7 @@ def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     else:
         capacity = parse_size(config.engine.kv_memory)
     if capacity < one:
-        fits = _tokens_that_fit(model, capacity, below=context)
+        fits = _tokens_that_fit(model, capacity - copies, below=context)
         if fits < min(_LEAST_CONTEXT, context):
             least = min(_LEAST_CONTEXT, context)
             raise ModelError(

@@ -8,6 +8,7 @@ a cache it computes again what it had. Who gives way: `policy.preemption`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Several
 
@@ -32,12 +33,26 @@ class Preemption:
         self._endings = endings
         self._counters = counters
         self._patience_s = patience_s
+        self._last_s = -math.inf  # when an equal last gave its place
 
     def make_room(self) -> None:
         """Give every running request room for its next token, the first in rank first. Who gets none sits out the next step."""
         for sequence in sorted(self._roster.running, key=lambda one: one.standing.rank):
             if sequence.kv is not None:  # it may have given way to one before it
                 sequence.stalled = not self._has_room(sequence)
+
+    def take_back(self, *, spare: Sequence | None = None) -> bool:
+        """Take the KV of one who waits and had it for reading ahead, the last in rank first, but not of `spare`; return
+        whether one had any. It reads again once it runs."""
+        holding = [one for one in self._roster.waiting if one.kv is not None and one is not spare]
+        if not holding:
+            return False
+        loser = max(holding, key=lambda one: one.standing.rank)
+        self._loads.drop(loser)
+        self._rooms.give_back(loser)
+        loser.computed = 0
+        self._counters.add("read_ahead_in_vain")
+        return True
 
     def may_place(self, waiting: Several[Sequence]) -> bool:
         """Return whether one of those who wait might get a place though all are taken."""
@@ -52,8 +67,11 @@ class Preemption:
             to=to.standing,
             now_s=time.monotonic(),
             patience_s=self._patience_s,
+            last_s=self._last_s,
         )
         if victim is not None:
+            if victim.priority == to.request.priority:
+                self._last_s = time.monotonic()
             self._give_way(self._of(victim), "place")
         return victim is not None
 
@@ -61,6 +79,8 @@ class Preemption:
         while not sequence.has_room and not self._rooms.grow(sequence):
             if self._rooms.coming_free():
                 return False
+            if self.take_back():
+                continue
             victim = gives_memory([one.standing for one in self._roster.running])
             if victim is None:  # it is alone, and a larger region beside its own is more than there is
                 sequence.whole = True

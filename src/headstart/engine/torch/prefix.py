@@ -20,6 +20,8 @@ from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
 from headstart.engine.torch.sharing import BranchKV
 from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
 
+_PROMOTED_BYTES = 1 << 30  # at once, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -94,6 +96,10 @@ class PrefixBridge:
         """Return how many of `tokens` a load would bring now."""
         with self._cache.match(tokens, salt=salt, identity=identity) as lease:
             return lease.tokens
+
+    def promote(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        return self._cache.promote(tokens, most_bytes=_PROMOTED_BYTES, salt=salt, identity=identity)
 
     def save(
         self,

@@ -58,6 +58,7 @@ class Sequence:
     saved: int = 0  # tokens given to the cache so far
     saving: Ticket | None = None  # the latest save
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
+    looked_ahead: bool = False  # while it waited, its stored prefix was seen to; it may hold KV for that
     boundary: int | None = None  # behind how many tokens its next pass must end, because the state there is kept
     boundaries: dict[int, StateCopy] = field(default_factory=dict)  # states not saved yet, by the tokens before them
     diverges: int | None = None  # behind how many tokens the cache has blocks and no state
@@ -122,7 +123,7 @@ class Sequence:
 
     @property
     def standing(self) -> Standing:
-        since_s = self.waiting_s if self.kv is None else self.running_s
+        since_s = max(self.waiting_s, self.running_s)
         return Standing(self.number, self.request.priority, self.preemptions, since_s)
 
     @property

@@ -1,0 +1,132 @@
+"""Stored prefixes of requests that wait are read while others are computed, and give way to these at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held_cache import HeldCache, eventually
+from reference import ask, engine_of, loaded, some_tokens
+
+from headstart.engine.torch.engine import TorchEngine
+from headstart.engine.torch.model import TorchModel
+
+PROMPT = some_tokens(200)
+LAYERS = range(3)
+Start = Callable[..., tuple[TorchEngine, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_folder: Callable[..., Path]) -> TorchModel:
+    return loaded(tiny_model_folder("llama"))
+
+
+@pytest.fixture
+def cache(model: TorchModel) -> HeldCache:
+    return HeldCache(model.shape.representation(query_heads=model.heads))
+
+
+@pytest.fixture
+def start(model: TorchModel, cache: HeldCache) -> Iterator[Start]:
+    """Start an engine that runs one request at a time and has answered PROMPT."""
+    engines = []
+
+    def started(**settings: Any) -> tuple[TorchEngine, list[int]]:
+        engine = engine_of(model, cache=cache, max_running=1, **settings)  # type: ignore[arg-type]
+        engines.append(engine)
+        answer = ask(engine, PROMPT, 5)
+        answer.result()
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+        return engine, answer.tokens
+
+    yield started
+    for engine in engines:
+        for load in cache.loads:
+            load.end(load.usable_tokens)
+        eventually(lambda engine=engine: engine.load().kv_used_bytes == 0)  # type: ignore[misc]
+        assert all(lease.releases for lease in cache.leases)
+        assert not {name for name in engine.load().counters if name.endswith("_faults")}
+        engine.close()
+
+
+def test_what_waits_is_read_while_another_is_computed(start: Start, cache: HeldCache) -> None:
+    engine, cold = start()
+    busy = ask(engine, some_tokens(20, seed=3), 450, id="busy", use_cache=False)
+    assert busy.first_token.wait(30)
+    answer = ask(engine, PROMPT, 5)
+    load = cache.next_load()
+    assert busy.last is None
+    load.bring(*LAYERS)
+    load.end()
+    engine.abort("busy")
+    receipt = answer.result().receipt
+    assert answer.tokens == cold
+    assert receipt is not None
+    assert receipt.cached_tokens == 192
+    assert len(cache.loads) == 1
+
+
+def test_no_more_than_two_are_read_ahead(start: Start, cache: HeldCache) -> None:
+    engine, cold = start(full_contexts=8)
+    busy = ask(engine, some_tokens(20, seed=3), 450, id="busy", use_cache=False)
+    assert busy.first_token.wait(30)
+    answers = [ask(engine, PROMPT, 5) for _ in range(4)]
+    cache.next_load(1)
+    busy.result()
+    number = 0
+    while any(answer.last is None for answer in answers):
+        if len(cache.loads) > number:
+            cache.loads[number].bring(*LAYERS)
+            cache.loads[number].end()
+            number += 1
+    assert all(answer.tokens == cold for answer in answers)
+
+
+def test_memory_that_a_running_request_needs_is_taken_back(start: Start, cache: HeldCache) -> None:
+    engine, cold = start(full_contexts=2.2, room_tokens=64)
+    busy = ask(engine, some_tokens(20, seed=3), 490, id="busy", use_cache=False)
+    assert busy.first_token.wait(30)
+    answer = ask(engine, PROMPT, 5)
+    load = cache.next_load()
+    eventually(lambda: load.cancelled or busy.last is not None)
+    assert load.cancelled
+    load.overwrite(0xAA)
+    load.end(0)
+    assert busy.result().finish == "length"
+    again = cache.next_load(1)
+    again.bring(*LAYERS)
+    again.end()
+    answer.result()
+    assert answer.tokens == cold
+    assert engine.load().counters["read_ahead_in_vain"] == 1
+    assert engine.load().counters.get("preempted_memory", 0) == 0
+
+
+def test_aborting_who_waits_frees_what_was_read_for_it(start: Start, cache: HeldCache) -> None:
+    engine, _ = start()
+    busy = ask(engine, some_tokens(20, seed=3), 450, id="busy", use_cache=False)
+    assert busy.first_token.wait(30)
+    answer = ask(engine, PROMPT, 5, id="x")
+    load = cache.next_load()
+    engine.abort("x")
+    assert answer.result().finish == "abort"
+    assert load.cancelled
+    load.end(0)
+    engine.abort("busy")
+    busy.result()
+
+
+def test_without_memory_for_it_what_waits_is_brought_to_the_memory_tier(start: Start, cache: HeldCache) -> None:
+    engine, cold = start(full_contexts=1)
+    busy = ask(engine, some_tokens(300, seed=3), 200, id="busy", use_cache=False)
+    assert busy.first_token.wait(30)
+    answer = ask(engine, PROMPT, 5)
+    eventually(lambda: cache.promoted != [] or busy.last is not None)
+    assert cache.promoted == [tuple(PROMPT)]
+    load = cache.next_load()
+    load.bring(*LAYERS)
+    load.end()
+    answer.result()
+    assert answer.tokens == cold
