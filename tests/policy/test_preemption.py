@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,14 +30,14 @@ def test_memory_is_taken_from_the_last_in_rank_and_never_from_the_first(running:
 
 @given(RUNNING, WAITING)
 def test_a_place_is_given_to_a_higher_priority_at_once(running: list[Standing], waiting: Standing) -> None:
-    victim = gives_place(running, to=waiting, now_s=0.0, patience_s=1000.0)
+    victim = gives_place(running, to=waiting, now_s=0.0, patience_s=1000.0, last_s=-math.inf)
     lower = [one for one in running if one.priority < waiting.priority]
     assert victim == (max(lower, key=lambda one: one.rank) if lower else None)
 
 
 @given(RUNNING, WAITING)
 def test_equals_give_a_place_after_a_wait_and_to_a_younger_one_only_once(running: list[Standing], waiting: Standing) -> None:
-    victim = gives_place(running, to=waiting, now_s=1000.0, patience_s=1.0)
+    victim = gives_place(running, to=waiting, now_s=1000.0, patience_s=1.0, last_s=-math.inf)
     if victim is not None and victim.priority == waiting.priority:
         assert victim.preemptions == 0 or victim.number > waiting.number
         assert victim is not min(running, key=lambda one: one.rank)
@@ -45,6 +47,16 @@ def test_equals_give_a_place_after_a_wait_and_to_a_younger_one_only_once(running
 def test_nobody_gives_a_place_before_the_wait_was_long_or_before_it_had_its_own() -> None:
     running = [Standing(0, 0, since_s=0.0), Standing(1, 0, since_s=5.0)]
     waiting = Standing(2, 0, since_s=6.0)
-    assert gives_place(running, to=waiting, now_s=15.9, patience_s=10.0) is None
-    assert gives_place(running, to=waiting, now_s=16.0, patience_s=10.0) is running[1]
-    assert gives_place([running[0], Standing(1, 0, since_s=7.0)], to=waiting, now_s=16.0, patience_s=10.0) is None
+    assert gives_place(running, to=waiting, now_s=15.9, patience_s=10.0, last_s=-math.inf) is None
+    assert gives_place(running, to=waiting, now_s=16.0, patience_s=10.0, last_s=-math.inf) is running[1]
+    assert (
+        gives_place([running[0], Standing(1, 0, since_s=7.0)], to=waiting, now_s=16.0, patience_s=10.0, last_s=-math.inf)
+        is None
+    )
+
+
+def test_equals_change_places_one_after_the_other() -> None:
+    running = [Standing(number, 0, since_s=0.0) for number in range(3)]
+    waiting = Standing(5, 0, since_s=0.0)
+    assert gives_place(running, to=waiting, now_s=100.0, patience_s=10.0, last_s=95.0) is None
+    assert gives_place(running, to=waiting, now_s=105.0, patience_s=10.0, last_s=95.0) is running[2]

@@ -36,14 +36,17 @@ def gives_memory(running: Sequence[Standing]) -> Standing | None:
     return max(running, key=lambda one: one.rank) if len(running) > 1 else None
 
 
-def gives_place(running: Sequence[Standing], *, to: Standing, now_s: float, patience_s: float) -> Standing | None:
-    """Return who of those who run gives its place to `to`, who waits; None where it goes on waiting."""
+def gives_place(
+    running: Sequence[Standing], *, to: Standing, now_s: float, patience_s: float, last_s: float
+) -> Standing | None:
+    """Return who of those who run gives its place to `to`, who waits; None where it goes on waiting. `last_s`: when an equal
+    did so last: one at a time, or where many wait all would change places at once, and every answer would pause."""
     if not running:
         return None
     lowest = max(running, key=lambda one: one.rank)
     if lowest.priority < to.priority:
         return lowest
-    if now_s - to.since_s < patience_s:
+    if now_s - max(to.since_s, last_s) < patience_s:
         return None
     first = min(running, key=lambda one: one.rank)
     equals = [

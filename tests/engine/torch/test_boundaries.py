@@ -132,6 +132,14 @@ def test_a_conversation_goes_on_from_the_end_of_its_last_answer(model: TorchMode
         assert_as_alone(engine, longer, tokens)
 
 
+def test_the_floor_of_a_hit_begins_each_round_at_the_same_state(model: TorchModel) -> None:
+    with cached(model) as engine:
+        prompt = some_tokens(330, seed=24)
+        asked(engine, prompt)
+        assert len(engine.measure_floor(prompt, 320, rounds=3)) == 3
+        assert len(engine.measure_floor(prompt, 100, rounds=2)) == 2, "where no state was kept"
+
+
 def test_requests_that_begin_alike_at_once_share_no_state(model: TorchModel) -> None:
     with cached(model) as engine:
         beginning = some_tokens(130, seed=6)

@@ -152,7 +152,7 @@ def test_what_was_stored_by_shorter_prompts_is_the_same_bits(llama: Bench, logit
         answered(engine, PROMPT, 5)
         want = logits.of(PROMPT)
     with llama.engine() as engine:
-        for length in (257, 400, 513):
+        for length in (257, 400, 511, 513):
             answered(engine, PROMPT[:length], 3)
         _, hit = answered(engine, PROMPT, 5)
         assert hit.cached_tokens == 2 * CHUNK_TOKENS

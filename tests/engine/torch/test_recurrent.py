@@ -15,6 +15,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.recurrent import Way
 from odd_models import RECURRENT
 
 Folders = Callable[..., Path]
@@ -73,6 +74,21 @@ def test_requests_at_once_get_what_transformers_generates_for_each(name: str, ti
             assert same_tokens(
                 lambda tokens: stock_logits(reference, tokens)[-1], prompt, want, answer.tokens, tolerance=TOLERANCE
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("lfm2, short convolutions", Way.SEGMENTS),
+        ("jamba, Mamba whose scan begins with nothing", Way.SCAN),
+        ("zamba, Mamba that goes on by single rows", Way.ROWS),
+    ],
+)
+def test_how_mixers_go_on_from_a_state_is_found_by_trying(name: str, way: Way, tiny_model_folder: Folders) -> None:
+    kind, config = RECURRENT[name]
+    mixers = loaded(tiny_model_folder(kind, **config)).mixers
+    assert mixers is not None
+    assert mixers.way is way
 
 
 def test_rows_of_several_requests_in_one_pass_leave_each_its_own_state(model: TorchModel) -> None:

@@ -188,6 +188,7 @@ def test_a_higher_priority_takes_a_place_at_once_and_gives_it_back(
 
 def waited(engine: TorchEngine, seconds: float = 100.0) -> None:
     """So much time passes for all that run or wait."""
+    engine._preemption._last_s -= seconds
     for one in engine._roster.all():
         one.waiting_s -= seconds
         one.running_s -= seconds

@@ -1,13 +1,15 @@
 """The torch engine: one thread that takes requests in, runs steps over all of them, and hands tokens out.
 
-    submit ─▶ mail ─▶ waiting ─(KV memory is free)─▶ running: match, load ─▶ steps ─▶ save ─▶ last event
-    abort  ─▶ flag                                    each step: all decoding requests + a chunk of one prompt
+    submit ─▶ mail ─▶ waiting ─(its turn, a place, KV memory)─▶ running: match, load ─▶ steps ─▶ save ─▶ last event
+    abort  ─▶ flag       ▲                                         │      each step: a token of every answer
+                         └──── gave way to another: saved, freed ──┘                 + chunks of prompts, in turn
 
 Nothing here waits without a bound, and nothing that goes wrong with one request ends another: a load that fails is computed
 instead, an exception in a step ends the requests of that step with finish="error", and the thread goes on.
 
-This file is the door and the thread's life. Whose turn it is: `admission` and `scheduler`; what a step does: `stepping`;
-stored prefixes: `loading`; how a request ends: `ending`; where all of them stand: `roster`.
+This file is the door and the thread's life. Whose turn it is: `admission` and `scheduler`; who gives way: `preempting`; KV
+that grows: `room`; what a step does: `stepping`; stored prefixes: `loading`; how a request ends: `ending`; where all of them
+stand: `roster`.
 """
 
 from __future__ import annotations

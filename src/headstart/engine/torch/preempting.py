@@ -8,6 +8,7 @@ a cache it computes again what it had. Who gives way: `policy.preemption`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Several
 
@@ -32,6 +33,7 @@ class Preemption:
         self._endings = endings
         self._counters = counters
         self._patience_s = patience_s
+        self._last_s = -math.inf  # when an equal last gave its place
 
     def make_room(self) -> None:
         """Give every running request room for its next token, the first in rank first. Who gets none sits out the next step."""
@@ -65,8 +67,11 @@ class Preemption:
             to=to.standing,
             now_s=time.monotonic(),
             patience_s=self._patience_s,
+            last_s=self._last_s,
         )
         if victim is not None:
+            if victim.priority == to.request.priority:
+                self._last_s = time.monotonic()
             self._give_way(self._of(victim), "place")
         return victim is not None
 
