@@ -37,7 +37,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CONTEXT, LONGEST = 448, 80
 TOKEN_S = 1e-3  # that computing one is said to take
-LIES = [[Fault("read", kind, every=3)] for kind in ("stall", "eio", "flip", "short")]  # type: ignore[arg-type]
+LIES = [[Fault("read", kind, every=3)] for kind in ("stall", "eio", "flip", "short")]
+# What must have come to pass, of models without recurrent layers and of those with them.
+_ALWAYS = ("preempted_memory", "preempted_place", "kv_grown", "resumed_tokens", "load_decisions_load", "cached_disk_tokens")
+SEEN = (
+    (*_ALWAYS, "load_decisions_mixed", "load_waits_cut_short", "stored_tokens_computed", "prefixes_shared", "loads_cut_short"),
+    ("preempted_place", "kv_grown", "resumed_tokens", "load_decisions_load", "states_kept"),
+)
 
 
 class Moody(Speeds):
@@ -68,8 +74,8 @@ def adapted(model: TorchModel, place: Path) -> list[str | None]:
 @pytest.mark.parametrize(
     ("kind", "acts"),
     [
-        ("plain", 700),
-        ("recurrent", 200),
+        ("plain", 500),
+        ("recurrent", 150),
         pytest.param("plain", 10_000, marks=pytest.mark.soak),
         pytest.param("recurrent", 3_000, marks=pytest.mark.soak),
         pytest.param("latent", 3_000, marks=pytest.mark.soak),
@@ -91,7 +97,7 @@ def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(
     memory = KVMemory(model.shape, int(contexts * model.shape.region_bytes(CONTEXT)), context_tokens=CONTEXT)
     disk = FaultyTier(DiskTier.open(tmp_path / "kv", capacity_bytes=64 << 20), stall_s=60.0)
     cache = PrefixCache(
-        [MemoryTier((3 if kind != "recurrent" else 8) * model.shape.region_bytes(64)), disk],
+        [MemoryTier(3 * model.shape.region_bytes(64)), disk],
         identity=Identity(weights=b"w" * 32, architecture=b"c"),
         representation=model.shape.representation(query_heads=model.heads),
         match_timeout_s=5.0,
@@ -105,7 +111,7 @@ def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(
         "patience_s": 0.05,
         "load_timeout_s": 0.15,
         "hedge_after_s": 0.01,
-        "speeds": Moody(draw, token_bytes=model.shape.token_bytes),
+        "speeds": Moody(random.Random(5), token_bytes=model.shape.token_bytes),
     }
     with stepped(model, memory=memory, cache=cache, **settings) as engine:
         engine.info = replace(engine.info, adapters=tuple(name for name in adapters if name))
@@ -116,7 +122,9 @@ def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(
         open_: dict[str, tuple[tuple[int, str | None], Answer]] = {}
         ended: list[tuple[tuple[int, str | None], Answer]] = []
         counters = engine.load().counters
-        for number in range(acts):
+        number, seen = 0, SEEN[kind == "recurrent"]
+        while number < acts or (number < 10 * acts and any(not counters.get(name) for name in seen)):
+            number += 1
             act = draw.random()
             if act < 0.12 and len(open_) < 10:
                 which = draw.randrange(len(prompts)), draw.choice(adapters)
@@ -166,13 +174,7 @@ def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(
         assert last.receipt.completion_tokens == len(answer.tokens)
         assert 0 <= last.receipt.cached_tokens < last.receipt.prompt_tokens
     assert counters["cached_memory_tokens"] + counters["cached_disk_tokens"] < counters["prompt_tokens"]
-    for name in ("preempted_memory", "preempted_place", "kv_grown", "resumed_tokens", "load_decisions_load"):
-        assert counters.get(name, 0) > 0, name
-    if kind == "recurrent":
-        assert counters["states_kept"] > 0
-    else:
-        for name in ("load_decisions_mixed", "load_waits_cut_short", "stored_tokens_computed", "prefixes_shared"):
-            assert counters.get(name, 0) > 0, name
+    assert not [name for name in seen if not counters.get(name)], counters
 
 
 def _settled(engine: TorchEngine, memory: KVMemory) -> None:

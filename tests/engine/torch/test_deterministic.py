@@ -162,7 +162,7 @@ def test_what_was_stored_by_shorter_prompts_is_the_same_bits(gemma2: Bench, logi
         answered(engine, PROMPT, 5)
         want = logits.of(PROMPT)
     with gemma2.engine() as engine:
-        for length in (257, 400, 513):
+        for length in (257, 400, 511, 513):
             answered(engine, PROMPT[:length], 3)
         _, hit = answered(engine, PROMPT, 5)
         assert hit.cached_tokens == 2 * CHUNK_TOKENS

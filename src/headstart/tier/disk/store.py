@@ -25,6 +25,7 @@ from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.adding import add_extent, seal_segments
 from headstart.tier.disk.books import Books, Segment
+from headstart.tier.disk.carrying import carry
 from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
@@ -93,7 +94,8 @@ class Store:
         self._time = SteadyClock(clock, wall_clock)
         self._turn = Lock()
         self._process = os.getpid()
-        self.appending: dict[bytes, Segment] = {}  # representation → the segment that takes its extents
+        # (representation, whether they replace others) → the segment that takes its extents
+        self.appending: dict[tuple[bytes, bool], Segment] = {}
         self.waiting: list[tuple[Segment, int, int]] = []  # corrupt extents whose space waits for the last reader
         self.holes = True  # whether the file system can give back a part of a file
         self.pauses = Pause(directory.root, clock)
@@ -357,6 +359,10 @@ class Store:
         """Return when that was, by the same clock, which the wall clock noted as `wall_ms`: not later than now, and now where
         nothing was noted (0)."""
         return milliseconds(self._time.steady_s(wall_ms / 1000)) if wall_ms else self.now_ms()
+
+    def carry(self, extents: Sequence[ExtentId]) -> list[ExtentId]:
+        """See `carrying.carry`."""
+        return carry(self, extents)
 
     # Failing and recovering; in turn.
 
