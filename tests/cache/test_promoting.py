@@ -104,3 +104,11 @@ def test_what_is_promoted_waits_for_what_others_wait_for(cache: PrefixCache) -> 
         second = lease.load(FakeDestination(TINY, 12), 64, 128)
         assert second.turn_s < first.turn_s
         assert first.result(20) == second.result(20) == 64
+
+
+def test_a_look_ahead_is_no_match_of_a_request(cache: PrefixCache) -> None:
+    with cache.match(prompt(TOKENS).tokens, leave=0, ahead=True) as lease:
+        assert lease.tokens == TOKENS
+    counters = cache.statistics().counters
+    assert counters["match_ahead_calls"] == 1
+    assert not [name for name in counters if name.startswith(("match", "matched")) and name != "match_ahead_calls"]
