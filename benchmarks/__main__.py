@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and the tables into docs and README."""
+"""`python -m benchmarks [NAME …] [--smoke]`: run benchmarks, write results/*.json, and what docs and README show of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks import (
     index,
     joining,
     latent,
+    lengths,
     many,
     overhead,
     slow_disk,
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "index": index,
     "joining": joining,
     "latent": latent,
+    "lengths": lengths,
     "many": many,
     "overhead": overhead,
     "slow_disk": slow_disk,
@@ -38,6 +40,7 @@ BENCHMARKS = {
     "write": write,
 }
 ROOT = harness.RESULTS.parent.parent
+PLOTS = {"lengths": lengths.plot}  # to docs/<name>.svg
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 
 
@@ -48,7 +51,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="once and small: does it run at all? Writes nothing")
     parser.add_argument("--tables", action="store_true", help="run nothing; write the tables of the stored results")
     options = parser.parse_args()
-    for name in () if options.tables else options.names or BENCHMARKS:
+    names = options.names or list(BENCHMARKS)
+    for name in () if options.tables else names:
         benchmark = BENCHMARKS[name]
         result = benchmark.run(smoke=options.smoke)
         print(benchmark.table(result))
@@ -56,6 +60,7 @@ def main() -> None:
             harness.write_result(name, result)
     if not options.smoke:
         write_page()
+        write_plots(names)
 
 
 def write_page() -> None:
@@ -73,6 +78,14 @@ def write_page() -> None:
             ran = ", ".join(f"{key} {value}" for key, value in result["where"].items())
             page = f"{before}{start}{benchmark.table(result)}\n\nRun: {ran}.\n{end}{after}"
         path.write_text(page)
+
+
+def write_plots(names: list[str]) -> None:
+    """Draw the stored results of `names` that have a picture."""
+    for name in PLOTS.keys() & set(names):
+        stored = harness.RESULTS / f"{name}.json"
+        if stored.exists():
+            PLOTS[name](json.loads(stored.read_text()), ROOT / "docs" / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,22 @@ _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next, gated delta nets, experts": ("qwen3_next", {**_DELTA, **_EXPERTS, "decoder_sparse_step": 1}),
     "qwen3.5, gated delta nets": ("qwen3_5_text", _DELTA),
-    "jamba, Mamba that goes on by single rows": (
+    "jamba, Mamba whose scan begins with nothing": (
         "jamba",
         {"mamba_d_state": 8, "mamba_dt_rank": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2},
+    ),
+    "zamba, Mamba that goes on by single rows": (
+        "zamba",
+        {
+            "num_key_value_heads": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 2,
+            "mamba_dt_rank": 8,
+            "attention_head_dim": 32,
+            "attention_hidden_size": 128,
+        },
     ),
     "bamba, Mamba2": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
     "granite, Mamba2, experts": (
@@ -63,6 +76,23 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 1,
             "ssm_state_size": 16,
             "chunk_size": 16,
+        },
+    ),
+    "kimi, gated delta nets and latent attention": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense"] * 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "head_dim": 8,
         },
     ),
     "mamba2, no attention at all": (

@@ -18,13 +18,14 @@ def pieces(*places: tuple[int, int]) -> Pieces:
     return Pieces(np.array([e for e, _ in places], np.int64), np.array([f for _, f in places], np.int64))
 
 
-def test_a_piece_is_present_only_where_its_blocks_lie_together_and_in_step() -> None:
+def test_a_piece_lies_where_its_last_block_ends_one() -> None:
+    """Its first block may be found elsewhere, in a prompt that parts from this one inside the piece."""
     found = pieces_of(
         placement((1, 0), (1, 1), (1, 2), (2, 3), (3, 1), (3, 2), (4, 3), (4, 2), (5, 6), (5, 7), (-1, 0), (-1, 0)),
         blocks_per_piece=2,
     )
-    assert found.extents.tolist() == [1, -1, -1, -1, 5, -1]
-    assert found.firsts[[0, 4]].tolist() == [0, 3]
+    assert found.extents.tolist() == [1, 2, -1, -1, 5, -1]
+    assert found.firsts[[0, 1, 4]].tolist() == [0, 1, 3]
 
 
 def test_avoided_extents_count_as_absent() -> None:

@@ -61,6 +61,17 @@ def test_at_least_one_token_is_left_to_compute(representation: Representation, b
             assert lease.tokens == (blocks if more == 1 else blocks - 1) * piece
 
 
+def test_prompts_that_part_inside_a_piece_are_both_there(tier: MemoryTier) -> None:
+    one = prompt(6 * 128, representation=PAGED)
+    other = FakeKV(PAGED, [*one.tokens[: 3 * 128 + 64].tolist(), *range(10**6, 10**6 + 400)])
+    with cache_of(tier, representation=PAGED) as cache:
+        for kv in (one, other):
+            assert save(cache, kv).reason is None
+        for kv in (one, other):
+            loaded = load(cache, kv)
+            assert (loaded.usable_tokens, loaded.wrong) == (kv.pieces * 128 - 128 * (len(kv.tokens) % 128 == 0), [])
+
+
 @KINDS
 def test_a_hit_that_ends_inside_an_extent_reads_only_its_part(representation: Representation) -> None:
     tier = disk()

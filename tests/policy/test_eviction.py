@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from headstart.policy.eviction import Worth, choose_victims, worth_of
+from headstart.policy.eviction import CARRIED_SHARE, Files, Worth, choose_emptying, choose_victims, worth_of
 from headstart.policy.retention import FOREVER_MS
 
 NOW = 50
@@ -128,3 +128,57 @@ def test_a_whole_is_worth_what_is_best_in_it(forest: list[Row], groups: int) -> 
         mine = member == group
         assert whole.held[group] == worth.held[mine].any()
         assert whole.last_used[group] == max(worth.last_used[mine].tolist(), default=0)
+
+
+@given(forests(), st.data())
+def test_one_file_is_emptied_and_what_is_carried_out_of_it_fits(forest: list[Row], data: st.DataObject) -> None:
+    files = data.draw(st.integers(1, 5))
+    member = np.array(data.draw(st.lists(st.integers(0, files - 1), min_size=len(forest), max_size=len(forest))), np.int64)
+    nbytes = np.array(data.draw(st.lists(st.integers(1, 20), min_size=len(forest), max_size=len(forest))), np.int64)
+    dead = np.array(data.draw(st.lists(st.integers(1, 30), min_size=files, max_size=files)), np.int64)
+    charged = dead + np.bincount(member, weights=nbytes, minlength=files).astype(np.int64)
+    stays = np.array(data.draw(st.lists(st.booleans(), min_size=files, max_size=files)), np.bool_)
+    needed, cold, room, budget = (data.draw(st.integers(0, 60)) for _ in range(4))
+    worth = weigh(forest)
+    chosen = choose_emptying(
+        worth=worth,
+        nbytes=nbytes,
+        files=Files(member, charged, stays),
+        needed_bytes=needed,
+        cold_bytes=cold,
+        room_bytes=room,
+        budget_bytes=budget,
+    )
+    if chosen is None:
+        assert all(stays[n] or (worth.held[member == n].any()) for n in range(files))
+        return
+    both = sorted([*chosen.gone.tolist(), *chosen.carried.tolist()])
+    emptied = {*member[both].tolist()}
+    assert len(emptied) <= 1  # one without anything in it may go as well
+    if not emptied:
+        return
+    (file,) = emptied
+    assert not stays[file]
+    assert both == np.flatnonzero(member == file).tolist()
+    assert not worth.held[chosen.gone].any()
+    carried_bytes = int(nbytes[chosen.carried].sum())
+    assert carried_bytes <= min(room, CARRIED_SHARE * charged[file])
+    unpromised = nbytes[(worth.group == 0) & ~worth.held].sum()
+    if carried_bytes > budget:
+        assert all(worth.group[n] > 0 for n in chosen.carried)
+        assert unpromised >= needed or worth.held[chosen.carried].any() or (worth.group[chosen.carried] > 1).any()
+
+
+def test_what_is_promised_is_carried_although_more_was_copied_than_should_be() -> None:
+    worth = weigh([(1, 0, False, -1), (2, NOW + 9, False, -1), (3, 0, False, -1), (4, 0, False, -1)])
+    chosen = choose_emptying(
+        worth=worth,
+        nbytes=np.full(4, 10, np.int64),
+        files=Files(np.array([0, 0, 1, 1]), np.array([20, 20]), np.zeros(2, np.bool_)),
+        needed_bytes=15,
+        cold_bytes=10,
+        room_bytes=30,
+        budget_bytes=0,
+    )
+    assert chosen is not None
+    assert (chosen.gone.tolist(), chosen.carried.tolist()) == ([0], [1])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from headstart.policy.joining import DEAD_SHARE, KNEE_BYTES, LONG_PER_SHORT, Run, chains, choose_emptied, choose_joins
+from headstart.policy.joining import KNEE_BYTES, LONG_PER_SHORT, Run, chains, choose_joins
 
 KNEE, MOST = KNEE_BYTES, 40 * KNEE_BYTES
 sizes = st.lists(st.integers(1, 3 * KNEE), max_size=30)
@@ -90,14 +90,3 @@ def test_a_chain_ends_at_a_boundary_state_and_where_the_family_is_another() -> N
 def test_a_run_that_follows_two_alike_is_in_one_chain() -> None:
     found = names(run("a", "root"), run("a2", "root", last="a"), run("b", "a"))
     assert sorted(name for chain in found for name in chain) == ["a", "a2", "b"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), max_size=20))
-def test_a_file_is_emptied_only_where_at_least_half_of_it_is_dead(files: list[tuple[int, int]]) -> None:
-    live, charged = [min(file) for file in files], [max(file) for file in files]
-    chosen = choose_emptied(live, charged)
-    worth = [charged[n] - live[n] >= DEAD_SHARE * charged[n] > 0 for n in range(len(files))]
-    assert (chosen is not None) == any(worth)
-    if chosen is not None:
-        assert worth[chosen]
-        assert all(live[chosen] * charged[n] <= live[n] * charged[chosen] for n in range(len(files)) if worth[n])

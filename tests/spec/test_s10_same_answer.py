@@ -195,7 +195,7 @@ def test_latent_attention_gives_the_same_tokens_in_every_way(
         "qwen3.5, gated delta nets",
         "lfm2, short convolutions",
         "mamba2, no attention at all",
-        pytest.param("jamba, Mamba that goes on by single rows", marks=pytest.mark.soak),
+        pytest.param("jamba, Mamba whose scan begins with nothing", marks=pytest.mark.soak),
         pytest.param("falcon-h1, both in each layer", marks=pytest.mark.soak),
     ],
 )

@@ -72,16 +72,12 @@ class Boundary:
 
 def pieces_of(placement: Placement, *, blocks_per_piece: int, excluded: Sequence[int] = ()) -> Pieces:
     """Return where whole pieces lie, given where their blocks do; those in `excluded` extents count as absent."""
-    if blocks_per_piece == 1:
-        extents = placement.extents.astype(np.int64)
-        firsts = placement.positions.astype(np.int64)
-    else:
-        by_piece = placement.extents.reshape(-1, blocks_per_piece)
-        positions = placement.positions.reshape(-1, blocks_per_piece).astype(np.int64)
-        firsts = positions[:, 0] // blocks_per_piece
-        whole = (by_piece == by_piece[:, :1]).all(axis=1)
-        whole &= (positions == firsts[:, None] * blocks_per_piece + np.arange(blocks_per_piece)).all(axis=1)
-        extents = np.where(whole, by_piece[:, 0], -1).astype(np.int64)
+    # A key names all blocks before it, too: where a piece's last block lies, the others lie before it. Its first one may be
+    # found in another extent, whose prompt parts from this one inside the piece.
+    extents = placement.extents[blocks_per_piece - 1 :: blocks_per_piece].astype(np.int64)
+    last = placement.positions[blocks_per_piece - 1 :: blocks_per_piece].astype(np.int64)
+    firsts = last // blocks_per_piece
+    extents = np.where(last % blocks_per_piece == blocks_per_piece - 1, extents, -1)
     states = None if placement.states is None else placement.states[blocks_per_piece - 1 :: blocks_per_piece]
     return Pieces(extents, firsts, states).without(excluded)
 

@@ -1,4 +1,4 @@
-"""Which short runs of one chain become one long run, and which file is emptied for its dead space. Pure.
+"""Which short runs of one chain become one long run. Pure.
 
 A layer of a run is one read. Reads of some 400 KB and more go at a disk's full rate, reads of 98 KB at 70 % of it, so only runs
 below that size are worth writing anew, and only where the result is above it. Then a short byte is written anew once in its
@@ -15,8 +15,6 @@ KNEE_BYTES = 384 << 10  # of one layer: the smallest read that was as fast as lo
 USED_AGAIN = 3  # times: one request notes the use of what it saves twice, at the end of its prompt and of its answer
 IDLE_S = 60.0  # since its last use a conversation counts as paused
 LONG_PER_SHORT = 2  # bytes that are long enough already, at most, for a short one that is joined to them
-DEAD_SHARE = 0.5  # of a file: only then is what lives in it copied, at most a byte for each that comes free
-FULL_SHARE = 0.75  # of the capacity: below, dead space does no harm, and what lives beside it may die as well
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -92,17 +90,6 @@ def choose_joins(nbytes: Sequence[int], *, layers: int, most_bytes: int) -> list
             groups.append(group)
             start = taken = group.stop
     return groups
-
-
-def choose_emptied(live_bytes: Sequence[int], charged_bytes: Sequence[int]) -> int | None:
-    """Return which file gives the most for what must be copied out of it; None where all are too much alive.
-
-    >>> choose_emptied([60, 10, 30], [100, 100, 100])
-    1
-    """
-    shares = [1 - live / charged if charged else 0.0 for live, charged in zip(live_bytes, charged_bytes, strict=True)]
-    best = max(range(len(shares)), key=shares.__getitem__, default=None)
-    return best if best is not None and shares[best] >= DEAD_SHARE else None
 
 
 def _with_neighbour(nbytes: Sequence[int], group: range, short: int, *, lowest: int, most_bytes: int) -> range:

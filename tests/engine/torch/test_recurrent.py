@@ -15,6 +15,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.model import TorchModel
+from headstart.engine.torch.recurrent import Way
 from odd_models import RECURRENT
 
 Folders = Callable[..., Path]
@@ -73,6 +74,21 @@ def test_requests_at_once_get_what_transformers_generates_for_each(name: str, ti
             assert same_tokens(
                 lambda tokens: stock_logits(reference, tokens)[-1], prompt, want, answer.tokens, tolerance=TOLERANCE
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("lfm2, short convolutions", Way.SEGMENTS),
+        ("jamba, Mamba whose scan begins with nothing", Way.SCAN),
+        ("zamba, Mamba that goes on by single rows", Way.ROWS),
+    ],
+)
+def test_how_mixers_go_on_from_a_state_is_found_by_trying(name: str, way: Way, tiny_model_folder: Folders) -> None:
+    kind, config = RECURRENT[name]
+    mixers = loaded(tiny_model_folder(kind, **config)).mixers
+    assert mixers is not None
+    assert mixers.way is way
 
 
 def test_rows_of_several_requests_in_one_pass_leave_each_its_own_state(model: TorchModel) -> None:
@@ -161,3 +177,18 @@ def test_a_model_without_any_attention_leaves_no_bytes_of_others_where_its_block
     forward(model, (request, 20))
     assert not request.kv.keys(0).any()
     assert not request.kv.values(0).any()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in RECURRENT])
+def test_a_request_reads_nothing_of_what_another_left_in_its_memory(name: str, tiny_model_folder: Folders) -> None:
+    kind, config = RECURRENT[name]
+    model = loaded(tiny_model_folder(kind, **config))
+    for count in (1, 9):
+        clean, dirty = (Request(model, some_tokens(count + 1, vocabulary=model.vocabulary)) for _ in "ab")
+        for plane in dirty.kv._planes:
+            plane.fill_(float("nan"))
+        assert dirty.kv.state is not None
+        dirty.kv.state._live.fill_(0xFF)  # NaN in every float
+        dirty.kv.state._kept.fill_(0xFF)
+        assert torch.equal(forward(model, (clean, count)), forward(model, (dirty, count)))
+        assert torch.equal(forward(model, (clean, 1)), forward(model, (dirty, 1)))

@@ -63,6 +63,10 @@ def test_aborts_free_what_a_request_keeps(engine: TorchEngine) -> None:
     assert {answer.result().finish for answer in answers} == {"abort"}
 
 
+def test_the_floor_is_measured_from_the_same_place_each_round(engine: TorchEngine) -> None:
+    assert len(engine.measure_floor(some_tokens(100), 80, rounds=3)) == 3
+
+
 def test_memory_is_counted_by_what_a_request_keeps(model: StockModel, engine: TorchEngine) -> None:
     # bloom: 3 layers, keys and values of 64 numbers in 4 bytes each
     assert model.shape.token_bytes == 3 * 2 * 64 * 4

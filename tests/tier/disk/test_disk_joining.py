@@ -555,41 +555,6 @@ def test_two_processes_that_join_the_same_chain_at_once_leave_one(
     other.close()
 
 
-# Where holes cannot be made.
-
-
-def test_a_file_that_is_mostly_dead_is_emptied_and_what_lived_in_it_lives_on(clock: Clock) -> None:
-    disk = CrashDisk(holes=False)
-    tier = open_tier(disk, clock)
-    others = [prompt(4, seed=seed) for seed in range(1, 17)]
-    for other in others:
-        tier.write(other.image(), TINY)
-    for number, other in enumerate(others[:8]):  # two files of four
-        if number % 4:
-            tier.delete(extents_of(tier, other), reason="user")
-    before = tier.statistics()
-    there = [right(tier, other) for other in others]
-    pause(tier, clock)
-    after = tier.statistics()
-    assert after.allocated_bytes < before.allocated_bytes
-    assert after.live_bytes == before.live_bytes
-    assert after.counters["moved_bytes"] <= before.allocated_bytes - after.allocated_bytes
-    assert [right(tier, other) for other in others] == there
-    assert tier.check() == []
-    tier.close()
-    assert [right(open_tier(disk, clock), other) for other in others[:1]] == [4]
-
-
-def test_with_room_enough_nothing_is_copied(clock: Clock) -> None:
-    tier = open_tier(CrashDisk(holes=False), clock)
-    for seed in range(1, 6):
-        tier.write(prompt(4, seed=seed).image(), TINY)
-    for seed in range(1, 4):
-        tier.delete(extents_of(tier, prompt(4, seed=seed)), reason="user")
-    pause(tier, clock)
-    assert tier.statistics().counters.get("moved_bytes", 0) == 0
-
-
 def test_on_a_real_disk_too(tmp_path: Path, clock: Clock) -> None:
     tier = open_tier(None, clock, root=tmp_path / "kv")
     kv = prompt(PIECES)

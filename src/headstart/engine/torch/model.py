@@ -251,25 +251,30 @@ def probe(model: TorchModel) -> None:
     why = None
     try:
         if packing.pack(model.module):
-            _compare_both_ways(model, tokens, want.float())
+            _compare_each_way(model, tokens, want.float())
+            packing.unpack(model.module, only_read=True)
             return
     except (ModelError, *_CANNOT_RUN) as error:
         packing.unpack(model.module)
         why = _first_line(error)
-    _compare_both_ways(model, tokens, want.float())
+    _compare_each_way(model, tokens, want.float())
     if why is not None:
         _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
 
 
-def _compare_both_ways(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
-    """Compare; where recurrent layers cannot go on from a state with several rows at once, give them one at a time."""
-    try:
-        _compare(model, tokens, want)
-    except ModelError:
-        if model.mixers is None or model.mixers.by_rows:
-            raise
-        model.mixers.by_rows = True
-        _compare(model, tokens, want)
+def _compare_each_way(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
+    """Compare; of recurrent layers, take the first way in which they go on from a state rightly."""
+    ways = [None] if model.mixers is None else list(recurrent.Way)
+    for way in ways:
+        if model.mixers is not None and way is not None:
+            model.mixers.way = way
+        try:
+            _compare(model, tokens, want)
+        except ModelError:
+            if way is ways[-1]:
+                raise
+        else:
+            return
 
 
 def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:

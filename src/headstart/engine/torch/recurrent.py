@@ -14,15 +14,19 @@ so only if its probe then gives the model's own logits.
 
 from __future__ import annotations
 
+import enum
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from headstart.engine.torch.facts import name_of_cache, signature
 
@@ -130,14 +134,20 @@ class Part(NamedTuple):
     state: RecurrentState
 
 
-class Mixers:
-    """The recurrent layers of a model, whose forward passes this takes over.
+class Way(enum.Enum):
+    """How mixers go on from a state with several rows."""
 
-    `by_rows`: mixers that can go on from a state with one row only are given one at a time."""
+    SEGMENTS = enum.auto()  # by themselves
+    SCAN = enum.auto()  # their scan knows no state to begin with; what that adds is added (`_from_a_state`)
+    ROWS = enum.auto()  # not at all: they are given one row at a time
+
+
+class Mixers:
+    """The recurrent layers of a model, whose forward passes this takes over."""
 
     def __init__(self, modules: Sequence[nn.Module], shape: StateShape) -> None:
         self.shape = shape
-        self.by_rows = False
+        self.way = Way.SEGMENTS
         self._running: Sequence[Part] | None = None
         for module in modules:
             self._take_over(module)
@@ -167,6 +177,8 @@ class Mixers:
         if name is None:
             raise TypeError(f"{type(module).__name__} keeps a state and takes no cache")
         spread = next((one.name for one in called.parameters.values() if one.kind is one.VAR_KEYWORD), "")
+        initial: list[Tensor | None] = [None]
+        scanning = _from_a_state(module, initial)
 
         def forward(*args: Any, **others: Any) -> Any:
             if self._running is None:
@@ -177,15 +189,20 @@ class Mixers:
             rows = self._running[-1].rows.stop
             results = []
             for some, state in self._cut(self._running):
-                mine = {key: _rows(value, some, rows) for key, value in given.items()}
-                results.append(stock(**{**mine, name: state.cache}))
+                mine = {**{key: _rows(value, some, rows) for key, value in given.items()}, name: state.cache}
+                if self.way is Way.SCAN and scanning is not None:
+                    initial[0] = state.cache.get_recurrent_state(module.layer_idx)
+                    results.append(scanning(**mine))
+                    initial[0] = None  # it lies in the request's memory
+                else:
+                    results.append(stock(**mine))
             return _joined(results)
 
         module.forward = forward
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[tuple[slice, RecurrentState]]:
         for part in parts:
-            if self.by_rows and part.first:
+            if self.way is Way.ROWS and part.first:
                 yield from ((slice(row, row + 1), part.state) for row in range(part.rows.start, part.rows.stop))
             else:
                 yield part.rows, part.state
@@ -251,6 +268,39 @@ def follow_layer_numbers(module: nn.Module) -> None:
     for one in module.modules():
         if hasattr(one, "layer_idx") and "layer_idx" in signature(one).parameters:
             one.register_forward_pre_hook(told, with_kwargs=True)
+
+
+def _from_a_state(module: nn.Module, initial: Sequence[Tensor | None]) -> Callable[..., Any] | None:
+    """Return a mixer's forward pass in which a Mamba scan begins with the state `initial[0]`; None where there is no such scan.
+
+    A scan is linear in its state, h(t) = exp(A · dt(t)) · h(t-1) + …, so one that began with nothing lacks only what is left of
+    the first one: C(t) · exp(A · (dt(1) + … + dt(t))) · h(0)."""
+    whole = inspect.unwrap(type(module).forward)
+    name = next((name for name in whole.__code__.co_names if name.endswith("selective_scan")), None)
+    if name is None:
+        return None
+    stock: Callable[..., Any] = whole.__globals__[name]
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **others: Any) -> Any:
+        result = stock(x, dt, A, B, C, **others)
+        first = initial[0]
+        if first is None:
+            return result
+        steps = dt if others.get("delta_bias") is None else dt + others["delta_bias"].to(dt.dtype)[..., None]
+        steps = functional.softplus(steps) if others.get("delta_softplus") else steps
+        left = torch.exp(A[None, :, None, :] * steps.float().cumsum(dim=-1)[..., None]) * first.float()[:, :, None, :]
+        more = torch.einsum("bdtn,bnt->bdt", left, C.float())  # [batch, channels, rows]
+        gate = others.get("z")
+        more = more if gate is None else more * functional.silu(gate)
+        out, last = result if others.get("return_last_state") else (result, None)
+        out = out + more.to(out.dtype)
+        return out if last is None else (out, last + left[:, :, -1].to(last.dtype))
+
+    function = FunctionType(
+        whole.__code__, {**whole.__globals__, name: scan}, whole.__name__, whole.__defaults__, whole.__closure__
+    )
+    function.__kwdefaults__ = whole.__kwdefaults__
+    return MethodType(function, module)
 
 
 def _watching(config: Any) -> Any:

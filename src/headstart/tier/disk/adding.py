@@ -38,14 +38,15 @@ def add_extent(
     store: Store, image: memoryview, representation: Representation, added: ExtentAdded, *, replacing: bool = False
 ) -> WriteOutcome:
     """Store an extent whose place is decided here. `replacing`: it is written in others' stead, so nothing gives way for it,
-    and it was last used when `added` says. Raises OSError, and then it is not stored."""
+    it was last used when `added` says, and it lies in a file with its like, which has outlived others already. Raises OSError,
+    and then it is not stored."""
     nbytes = image.nbytes
-    segment = store.appending.get(representation.digest)
+    segment = store.appending.get((representation.digest, replacing))
     if segment is not None and (segment.gone or segment.end + nbytes > segment.capacity_bytes):
         seal_segments(store, [segment])
         segment = None
-    header = _new_header(store, representation) if segment is None else None
-    needed = nbytes + store.slack_bytes + (header.header_bytes + SEGMENT_FOLDERS_BYTES if header else 0)
+    opening_bytes = _new_header(store, representation).header_bytes + SEGMENT_FOLDERS_BYTES
+    needed = nbytes + store.slack_bytes + (opening_bytes if segment is None else 0)
     measure_stale(store)
     measure_folders(store)
     if store.incomplete:
@@ -57,12 +58,11 @@ def add_extent(
     if not (has_room(store, needed) if replacing else make_room(store, needed)):
         return store.refused("full")
     if segment is not None and segment.gone:  # evicted whole
-        segment, header = None, _new_header(store, representation)
-        if not (has_room if replacing else make_room)(store, needed + header.header_bytes + SEGMENT_FOLDERS_BYTES):
+        segment = None
+        if not (has_room if replacing else make_room)(store, needed + opening_bytes):
             return store.refused("full")
     if segment is None:
-        assert header is not None
-        segment = _open_segment(store, header)
+        segment = _open_segment(store, _new_header(store, representation), replacing=replacing)
     offset = segment.end
     with store.lock:
         segment.end += nbytes  # whatever becomes of it: others may see a half of it, and a name is used once
@@ -104,7 +104,7 @@ def add_extent(
 def seal_segments(store: Store, segments: Sequence[Segment]) -> None:
     """Say that nothing will be added to segments; a segment without a living extent is removed."""
     for segment in segments:
-        store.appending.pop(segment.representation, None)
+        store.appending = {name: one for name, one in store.appending.items() if one is not segment}
     sealed = [SegmentSealed(s.name, s.end) for s in segments if not s.gone and not s.sealed]
     try:
         store.append(sealed)
@@ -141,7 +141,7 @@ def _new_header(store: Store, representation: Representation) -> SegmentHeader:
     )
 
 
-def _open_segment(store: Store, header: SegmentHeader) -> Segment:
+def _open_segment(store: Store, header: SegmentHeader, *, replacing: bool) -> Segment:
     with store.lock:
         store.books.next_sequence += 1  # also when what follows fails: a name is used once
         segment = store.books.segment(header.segment)
@@ -168,5 +168,5 @@ def _open_segment(store: Store, header: SegmentHeader) -> Segment:
         store.books.apply(records, own=True)
     measure(store, segment)
     measure_folders(store)
-    store.appending[header.digest] = segment
+    store.appending[header.digest, replacing] = segment
     return segment

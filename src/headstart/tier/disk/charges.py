@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headstart.tier.disk.directory import DEVICES, MARKER, Directory
 from headstart.tier.disk.door import Disk
-from headstart.tier.disk.evicting import evict
+from headstart.tier.disk.evicting import ahead_bytes, evict
 from headstart.tier.disk.removal import measure
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ def has_room(store: Store, needed_bytes: int) -> bool:
 def make_room(store: Store, needed_bytes: int) -> bool:
     """Evict until so many bytes more fit below the capacity and beside what is to stay free. False where they do not. The
     marker's lock is held. Raises OSError."""
-    missing = store.allocated_bytes + needed_bytes - store.capacity_bytes
-    if missing > 0 and not evict(store, missing, "capacity"):
+    missing = store.allocated_bytes + needed_bytes + ahead_bytes(store) - store.capacity_bytes
+    evicted = missing <= 0 or evict(store, missing, "capacity")
+    if not evicted and (store.pauses.why or store.allocated_bytes + needed_bytes > store.capacity_bytes):
         return False
     short = _short(store, needed_bytes)
     if short <= 0:

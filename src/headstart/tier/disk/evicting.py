@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from headstart.policy.eviction import Worth, choose_victims, most_of_descendants, worth_of
+from headstart.policy.eviction import Emptying, Files, Worth, choose_emptying, choose_victims, most_of_descendants, worth_of
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.books import ROW_MASK, Segment
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
 EXPIRE_INTERVAL_S = 10.0
 _EXPIRE_SHARE = 1 / 50  # of the time at most, where there are very many
+_COLD_SHARE = 40  # such a part of the capacity is what would go next, where only whole files go
+_AHEAD_SHARE = (
+    32  # there at most such a part, and half a file, is kept free, to write anew what is worth it before its file goes
+)
+_MOVED_SHARE = 1 / 8  # of what saves write, at most, is written anew for that
 _SHARE = 64  # such a part of the capacity is freed at once: a full cache does not choose anew for every extent
 _REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
 _BATCH = 64  # extents removed at once: what a lookup may have to wait for
@@ -39,15 +44,17 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
     give_back_waiting(store)
     give_back_empty(store)
     _trim_tenants(store)
-    refused: set[ExtentId] = set()  # leased by other processes
+    refused: set[ExtentId] = set()  # leased by other processes, or cannot be written anew
     while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
-        by_segment, before = not store.holes, store.allocated_bytes
+        by_file, before, stay = not store.holes, store.allocated_bytes, len(refused)
         candidates = _weigh(store, refused)
-        chosen = _by_segment(store, candidates, missing) if by_segment else _by_extent(store, candidates, missing)
-        if chosen is None:
+        if by_file:
+            went = _empty_a_file(store, candidates, missing, reason=reason, refused=refused)
+        else:
+            went = _evict_each(store, candidates, missing, reason=reason, refused=refused)
+        if not went:
             return False
-        gone = _remove_chosen(store, candidates, chosen, reason=reason, refused=refused)
-        if by_segment and gone == len(chosen) and store.allocated_bytes >= before:
+        if by_file and len(refused) == stay and store.allocated_bytes >= before:
             # Files cannot be removed either: going on would lose everything and gain nothing.
             store.pause("space that was given back is still charged")
             return False
@@ -155,38 +162,90 @@ def _parents(store: Store, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.where(parents >= 0, place[parents], -1)
 
 
-def _by_extent(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
-    """Return what to remove, None where everything that may go is not enough."""
+def _evict_each(store: Store, weighed: _Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
+    """Remove the least worthy extents. False where everything that may go is not enough; then nothing went."""
     wanted = store.capacity_bytes // _SHARE
     chosen = choose_victims(worth=weighed.worth, nbytes=weighed.nbytes, needed_bytes=needed_bytes, wanted_bytes=wanted)
-    return chosen if weighed.nbytes[chosen].sum() >= needed_bytes else None
+    if weighed.nbytes[chosen].sum() < needed_bytes:
+        return False
+    _remove_chosen(store, weighed, chosen, reason=reason, refused=refused)
+    return True
 
 
-def _by_segment(store: Store, weighed: _Weighed, needed_bytes: int) -> npt.NDArray[np.int64] | None:
-    """The same where no holes can be made: space comes back segment by segment, each worth as much as what is best in it."""
+def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
+    """Where no holes can be made: remove all that is in one file, and write anew before what is worth that. False where no
+    file may go; True also where one was found to stay, whose extents are then in `refused`."""
     files = _files_of(store, weighed)
-    chosen = choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=needed_bytes)
-    return np.flatnonzero(np.isin(files.member, chosen)) if files.charged[chosen].sum() >= needed_bytes else None
+    room_bytes = store.capacity_bytes - store.allocated_bytes - store.slack_bytes if store.marker.held else 0
+    chosen = _worth_emptying(store, weighed, files, needed_bytes, room_bytes)
+    if chosen is None:  # whole files, each worth as much as what is best in it
+        worth = _worth_of_files(weighed, files)
+        going = choose_victims(worth=worth, nbytes=files.charged, needed_bytes=needed_bytes)
+        if files.charged[going].sum() < needed_bytes:
+            return False
+        chosen = Emptying(gone=np.flatnonzero(np.isin(files.member, going)), carried=np.empty(0, np.int64))
+    carried = [ExtentId(extent) for extent in weighed.ids[chosen.carried].tolist()]
+    left = set(carried).difference(store.carry(carried)) if carried else set()
+    if left:
+        refused |= left
+    else:
+        _remove_chosen(store, weighed, chosen.gone, reason=reason, refused=refused)
+    return True
+
+
+def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes: int, room_bytes: int) -> Emptying | None:
+    """Return what is in a file that may go, and what of it is carried elsewhere; None where there is no room for that."""
+    if room_bytes < ahead_bytes(store) * 7 // 8:  # journal and folders grow, too
+        return None
+    appending = {segment.number for segment in store.appending.values()}  # where what is carried is written
+    stays = files.stays | np.array([segment.number in appending for segment in files.segments], np.bool_)
+    moved = store.counters.get("moved_bytes")
+    saved = store.counters.get("bytes_written") - moved - store.counters.get("joined_bytes")
+    return choose_emptying(
+        worth=weighed.worth,
+        nbytes=weighed.nbytes,
+        files=Files(files.member, files.charged, stays),
+        needed_bytes=needed_bytes,
+        cold_bytes=store.capacity_bytes // _COLD_SHARE,
+        room_bytes=room_bytes,
+        budget_bytes=max(0, int(_MOVED_SHARE * saved) - moved),
+    )
+
+
+def _worth_of_files(weighed: _Weighed, files: _Files) -> Worth:
+    worth = weighed.worth.of_groups(files.member, len(files.segments))
+    return replace(worth, held=worth.held | files.stays)
+
+
+def ahead_bytes(store: Store) -> int:
+    """Return how much is kept free beside what is needed: where no holes can be made, to write anew what is worth it before
+    its file goes."""
+    if store.holes:
+        return 0
+    with store.lock:
+        largest = max((segment.capacity_bytes for segment in store.books.segments.values()), default=0)
+    return min(largest // 2, store.capacity_bytes // _AHEAD_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files that weighed extents lie in, each worth as much as what is best in it; extent i lies in file `member[i]`."""
+    """The files that weighed extents lie in; extent i lies in file `member[i]`. `stays`: those that are appended to, or hold
+    what may not go."""
 
     segments: list[Segment]
-    worth: Worth
+    stays: npt.NDArray[np.bool_]
     charged: npt.NDArray[np.int64]
-    member: npt.NDArray[np.intp]
+    member: npt.NDArray[np.int64]
 
 
 def _files_of(store: Store, weighed: _Weighed) -> _Files:
     numbers, member = np.unique(weighed.segments, return_inverse=True)
-    worth = weighed.worth.of_groups(member, len(numbers))
     segments = [store.books.numbered(int(number)) for number in numbers]
     waiting = {segment.number for segment, _, _ in store.waiting}
     stays = np.array([not segment.settled or segment.number in waiting for segment in segments], np.bool_)
+    stays[member[weighed.worth.held]] = True
     charged = np.array([segment.allocated_bytes for segment in segments], np.int64)
-    return _Files(segments, replace(worth, held=worth.held | stays), charged, member)
+    return _Files(segments, stays, charged, member)
 
 
 def _remove_chosen(
@@ -235,7 +294,8 @@ def drop_files(store: Store, needed_bytes: int) -> None:
     weighed = _weigh(store, set())
     files = _files_of(store, weighed)
     promised = weighed.worth.promised_ms > store.now_ms()
-    for place in choose_victims(worth=files.worth, nbytes=files.charged, needed_bytes=1 + int(files.charged.sum())).tolist():
+    worth = _worth_of_files(weighed, files)
+    for place in choose_victims(worth=worth, nbytes=files.charged, needed_bytes=1 + int(files.charged.sum())).tolist():
         if start - store.allocated_bytes >= needed_bytes:
             return
         segment, inside = files.segments[place], files.member == place

@@ -1,4 +1,4 @@
-"""Short runs of one chain joined into long ones, and living extents copied out of files that are mostly dead.
+"""Short runs of one chain joined into long ones.
 
     read under lease → verify every piece → new extent: bytes, journal → old ones removed, unless somebody reads them
 
@@ -22,7 +22,7 @@ from headstart.block.joining import Joined, finish, join_headers, verify_part
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.policy.joining import FULL_SHARE, IDLE_S, USED_AGAIN, Run, chains, choose_emptied, choose_joins
+from headstart.policy.joining import IDLE_S, USED_AGAIN, Run, chains, choose_joins
 from headstart.tier.arena import Arena
 from headstart.tier.base import ExtentId, ExtentInfo, ReadRange
 from headstart.tier.disk.adding import add_extent
@@ -32,7 +32,6 @@ from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdde
 from headstart.tier.disk.removal import remove
 from headstart.tier.disk.store import Store
 
-RETRY_S = 60.0  # until a file that could not be emptied is looked at again
 _TRACKED = 16_384  # extents whose uses are counted; the one used longest ago is forgotten
 _MOST_BYTES = 64 << 20  # of an extent, as saves write them: long enough to read, short enough to place
 _MOST_BLOCKS = 1024  # bounds the header, which is read whole however little of an extent is wanted
@@ -68,7 +67,6 @@ class Joiner:
         self._used: OrderedDict[ExtentId, _Use] = OrderedDict()  # since their chain was last looked at; longest ago first
         self._groups: deque[tuple[ExtentId, ...]] = deque()
         self._representations: dict[bytes, Representation] = {}
-        self._not_before: dict[int, float] = {}  # number of a segment → when it is worth another look
         self._arena: Arena | None = None
 
     def note_use(self, extents: Sequence[ExtentId]) -> None:
@@ -103,37 +101,6 @@ class Joiner:
         books = self._store.books
         with self._store.lock:
             self._groups.extend(self._groups_of([books.id_of(row) for row in books.living().tolist() if not books.leases(row)]))
-
-    def forward(self) -> bool:
-        """Where holes cannot be made and space is short: copy one run out of a file that is mostly dead. True while there is
-        more in such files. Raises StoreError, OSError."""
-        store, now = self._store, self._store.clock()
-        if store.holes or store.allocated_bytes < FULL_SHARE * store.capacity_bytes:
-            return False
-        with store.lock:
-            appending = {segment.number for segment in store.appending.values()}
-            files = [
-                s
-                for s in store.books.segments.values()
-                if s.rows and s.settled and s.number not in appending and self._not_before.get(s.number, now) <= now
-            ]
-            chosen = choose_emptied([f.live_bytes for f in files], [f.allocated_bytes for f in files])
-            if chosen is None:
-                return False
-            segment = files[chosen]
-            runs = list(self._runs([store.books.id_of(row) for row in segment.rows.values()]))
-            left = self._most_bytes(segment.representation) if runs else 0
-        group: list[ExtentId] = []
-        for run in chains(runs)[0] if runs else []:
-            left -= run.nbytes
-            if group and left < 0:
-                break
-            group.append(run.name)
-        nbytes = self._rewrite(group) if group else 0
-        if not nbytes:
-            self._not_before = {n: at for n, at in self._not_before.items() if at > now} | {segment.number: now + RETRY_S}
-        store.counters.add("moved_bytes", nbytes)
-        return True
 
     def rest(self) -> None:
         """Give back the memory that extents are copied through: some time may pass until it is needed again."""
@@ -301,7 +268,7 @@ class Joiner:
                 added = self._added(extents, joined) if alone else None
                 if added is None or not add_extent(store, image, joined.representation, added, replacing=True).stored:
                     return 0
-                segment = store.appending[joined.representation.digest]
+                segment = store.appending[joined.representation.digest, True]
                 offset = segment.end - image.nbytes
                 carry_over(store, extents, ExtentName(segment.name, offset))
                 # What a power loss could no longer touch must not become what was written last.

@@ -18,7 +18,7 @@ from headstart.tier.disk.records import SegmentName
 MAGIC = b"hssegmnt"
 VERSION = 1
 ALIGNMENT = 4096
-_MIN_BYTES, _MAX_BYTES = 16 << 20, 1 << 30
+_MIN_BYTES, _MAX_BYTES = 8 << 20, 1 << 30
 _MIN_STATE_BYTES = 256 << 20  # a boundary state may be larger than hundreds of blocks, and lies in one segment with some
 _FIXED = struct.Struct("<8sII16sIIQQ32sII")
 _CHECK_BYTES = 16
@@ -41,10 +41,10 @@ class SegmentHeader:
 
 
 def segment_capacity(representation: Representation, *, capacity_bytes: int) -> int:
-    """Return the size of segments: capacity/128 between 16 MiB (256 MiB where there are boundary states) and 1 GiB, at least 16
+    """Return the size of segments: capacity/256 between 8 MiB (256 MiB where there are boundary states) and 1 GiB, at least 16
     blocks, at most capacity/4."""
     least = _MIN_BYTES if representation.state == "none" else _MIN_STATE_BYTES
-    size = min(max(capacity_bytes // 128, least), _MAX_BYTES)
+    size = min(max(capacity_bytes // 256, least), _MAX_BYTES)
     per_token = representation.bytes_per_token
     if per_token is not None:
         size = max(size, 16 * 64 * per_token + 64 * ALIGNMENT)  # 16 blocks and room for their header and padding

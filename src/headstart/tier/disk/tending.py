@@ -29,7 +29,7 @@ class Tending:
         self._store.try_again()
         if self._store.stopped or self._store.forked or not self._tending.acquire(blocking=False):
             return False
-        steps: tuple[Callable[[], bool], ...] = (self._in_turn, self.joiner.join, self.joiner.forward)
+        steps: tuple[Callable[[], bool], ...] = (self._in_turn, self.joiner.join)
         try:
             return any(step() for step in steps)
         except (OSError, StoreError):
