@@ -294,7 +294,8 @@ def test_templates_see_the_same_without_transformers(tokenizer_folder: Path, tmp
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{%- for m in messages %}\n"
         "    {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
-        "{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.name is defined }}|{% generation %}{{ m.content }}{% endgeneration %}\n"
+        "{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.name is defined }}|"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n"
         "{%- endfor %}{{ tools | tojson(indent=1) }}{{ strftime_now('%Y') }}{% set ns = namespace(x=1) %}{{ ns.x }}"
     )
     messages = [
