@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -27,7 +27,8 @@ from headstart.errors import ConfigError
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[str, Meta(extra={"size": ()})]  # `size` names the words and forms allowed beside a number of bytes
 SizeOrAuto = Annotated[str, Meta(extra={"size": ("auto",)})]
-Budget = Annotated[str, Meta(extra={"size": ("unlimited", "%")})]
+Budget = Annotated[str, Meta(extra={"size": ("unlimited", "%"), "check": "budget"})]
+Kept = Annotated[str, Meta(extra={"size": ("%",), "check": "kept"})]
 SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
@@ -46,9 +47,9 @@ class CacheConfig:
         ),
     ] = Path("~/.cache/headstart/kv")
     capacity: Annotated[SizeOrShare, Meta(description="of the disk tier: a size, or a share of the file system")] = "10%"
-    min_free: Annotated[
-        SizeOrShare, Meta(description="what is left free to others on the file system: a size, or a share of it")
-    ] = "10%"
+    min_free: Annotated[Kept, Meta(description="what is left free to others on the file system: a size, or a share of it")] = (
+        "10%"
+    )
     memory: Annotated[Size, Meta(description='of the memory tier in front of the disk; "0" turns it off')] = "2GiB"
     retention: Annotated[
         Spans, Meta(description="how long each class of prompts is promised to stay, and after how long it goes in any case")
@@ -221,6 +222,15 @@ def parse_quotas(text: str) -> dict[str, str]:
     return quotas
 
 
+def require_budget(text: str) -> None:
+    """Raise ConfigError for a write budget by which nothing is ever written.
+
+    >>> require_budget("30%")
+    """
+    if text != "unlimited" and not parse_size(text, of_bytes=ANY_DISK_BYTES):
+        raise ConfigError('it keeps nothing; write "unlimited" for no limit, or cache.capacity = "0" to do without the disk')
+
+
 def parse_adapters(text: str) -> dict[str, Path]:
     """Return the folder of each adapter. Raises ConfigError.
 
@@ -253,9 +263,23 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-_CHECKS = {"retention": parse_retention, "quotas": parse_quotas, "folders": parse_adapters}
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
+
+
+def _require_a_rest(text: str) -> None:
+    if text.strip().endswith("%") and parse_size(text, of_bytes=ANY_DISK_BYTES) == ANY_DISK_BYTES:
+        raise ConfigError('nothing could be stored; write less than 100%, or cache.capacity = "0" to do without the disk')
+
+
+_CHECKS: dict[str | None, Callable[[str], object]] = {
+    "budget": require_budget,
+    "kept": _require_a_rest,
+    "retention": parse_retention,
+    "quotas": parse_quotas,
+    "folders": parse_adapters,
+}
 
 
 def _pairs(text: str, example: str) -> Iterable[tuple[str, str]]:

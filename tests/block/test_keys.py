@@ -107,6 +107,12 @@ def test_a_root_of_another_size_is_refused(root):
         chain_keys([1], root=root)
 
 
+@pytest.mark.parametrize("salt", [0, 7, False, ["a"], bytearray(b"a")])
+def test_a_salt_that_is_neither_text_nor_bytes_is_refused(salt):
+    with pytest.raises(ValueError, match="salt"):
+        chain_keys(range(64), root=bytes(32), salt=salt)
+
+
 def test_wrong_contents_and_counts_are_refused():
     with pytest.raises(ValueError, match="digest"):
         Content(start=0, tokens=1, digest=b"short")

@@ -77,6 +77,21 @@ def test_a_part_that_is_corrupt_ends_it_with_what_came_before(cache: PrefixCache
     assert cache.statistics().counters["load_failed_corrupt"] == 1
 
 
+def test_what_is_promoted_is_nobodys_request_and_no_save_to_the_disk(
+    cache: PrefixCache, slow: SpotTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(slow, "keep", lambda *terms: kept.append(terms), raising=False)
+    before = cache.statistics().counters
+    assert cache.promote(prompt(TOKENS + 1).tokens, most_bytes=1 << 30)
+    until(lambda: ended(cache))
+    after = cache.statistics().counters
+    for name in ("match_calls", "match_asked_tokens", "matched_tokens_disk", "save_calls"):
+        assert after.get(name, 0) == before.get(name, 0)
+    assert after["promoted_tokens"] == TOKENS
+    assert kept == []  # a promise begins with a save, and not with a guess
+
+
 def test_without_a_memory_tier_nothing_is_promoted(slow: SpotTier) -> None:
     with cache_of(slow) as cache:
         assert not cache.promote(prompt(TOKENS).tokens, most_bytes=1 << 30)
@@ -89,3 +104,11 @@ def test_what_is_promoted_waits_for_what_others_wait_for(cache: PrefixCache) -> 
         second = lease.load(FakeDestination(TINY, 12), 64, 128)
         assert second.turn_s < first.turn_s
         assert first.result(20) == second.result(20) == 64
+
+
+def test_a_look_ahead_is_no_match_of_a_request(cache: PrefixCache) -> None:
+    with cache.match(prompt(TOKENS).tokens, leave=0, ahead=True) as lease:
+        assert lease.tokens == TOKENS
+    counters = cache.statistics().counters
+    assert counters["match_ahead_calls"] == 1
+    assert not [name for name in counters if name.startswith(("match", "matched")) and name != "match_ahead_calls"]

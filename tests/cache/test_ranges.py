@@ -9,6 +9,7 @@ import pytest
 from cache_kit import TIMEOUT_S, cache_of, disk, leased_bytes, prompt
 
 from headstart.cache.lease import Stretch
+from headstart.cache.source import Source
 from headstart.testing.fake_kv import OPAQUE, PAGED, TINY, FakeDestination
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.testing.round_trip import match, save
@@ -60,6 +61,23 @@ def test_extents_are_kept_until_the_last_of_several_loads_has_ended() -> None:
         tier.heal()
         assert ended.wait(TIMEOUT_S)
         assert destination.wrong(kv, pieces=10) == []
+        assert leased_bytes(inner) == 0
+
+
+def test_a_load_that_could_not_be_started_keeps_nothing_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    inner = MemoryTier(4 << 20)
+    with cache_of(FaultyTier(inner)) as cache:
+        save(cache, prompt(641))
+        lease = match(cache, prompt(641))
+        monkeypatch.setattr(Source, "pool_of", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            lease.load(FakeDestination(TINY, 10))
+        monkeypatch.undo()
+        assert lease.load(FakeDestination(TINY, 10)).result(TIMEOUT_S) == 640
+        lease.release()
         assert leased_bytes(inner) == 0
 
 

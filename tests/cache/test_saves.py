@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt
+from cache_kit import TIMEOUT_S, cache_of, disk, extents, leased_bytes, prompt, until
 
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
@@ -343,12 +343,57 @@ def test_retention_and_salt_travel_with_the_extent() -> None:
         assert load(cache, prompt(641, salt="tenant")).usable_tokens == 640
 
 
-@pytest.mark.parametrize("wrong", [{"retention": ""}, {"retention": "x" * 65}, {"retention": "a\nb"}, {"shared_tokens": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retention": ""},
+        {"retention": "x" * 65},
+        {"retention": "a\nb"},
+        {"shared_tokens": -1},
+        {"salt": 0},
+        {"salt": ["a"]},
+        {"tenant": 7},
+        {"tenant": "x" * 256},
+        {"tenant": "\udc80"},
+        {"session": b"a"},
+    ],
+    ids=str,
+)
 def test_what_can_never_be_saved_is_refused_at_the_door(wrong: dict[str, Any]) -> None:
     with cache_of(disk()) as cache:
-        with pytest.raises(ValueError, match=r"retention|shared_tokens"):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             cache.save(prompt(64).tokens, prompt(64), **wrong)
         assert "save_calls" not in cache.statistics().counters
+
+
+@pytest.mark.parametrize("salt", [0, 7, False, ["a"]])
+def test_a_salt_that_is_none_is_no_miss_and_no_shared_prefix_but_refused(salt: Any) -> None:
+    with cache_of(MemoryTier(1 << 20), disk()) as cache:
+        save(cache, prompt(640))
+        with pytest.raises(ValueError, match="salt is given as"):
+            cache.match(prompt(640).tokens, salt=salt)
+        with pytest.raises(ValueError, match="salt is given as"):
+            cache.promote(prompt(640).tokens, salt=salt, most_bytes=1 << 20)
+
+
+def test_a_session_may_have_any_name() -> None:
+    with cache_of(disk(), write_budget_bytes=1 << 30) as cache:
+        kv = prompt(640)
+        assert cache.save(kv.tokens, kv, session="\ud800" + "x" * 1000).wait(TIMEOUT_S).stored_tokens == 640
+
+
+def test_a_tier_that_breaks_while_it_is_told_of_uses_does_not_end_all_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    tier = disk()
+    with cache_of(tier) as cache:
+        save(cache, prompt(640))
+        monkeypatch.setattr(tier, "touch", broken, raising=False)
+        assert load(cache, prompt(641)).usable_tokens == 640
+        until(lambda: cache.statistics().counters.get("note_errors", 0) > 0)
+        monkeypatch.undo()
+        assert save(cache, prompt(640, seed=1)).stored_tokens == 640
 
 
 def test_a_ticket_reads_well_in_a_log(caplog: pytest.LogCaptureFixture) -> None:

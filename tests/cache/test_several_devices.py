@@ -13,9 +13,10 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
 from headstart.testing.fake_kv import IDENTITY, TINY, FakeDestination, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
-from headstart.testing.round_trip import load, save
+from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier, RealDisk
+from headstart.tier.memory import MemoryTier
 
 PIECE = TINY.piece_tokens
 
@@ -118,3 +119,14 @@ def test_what_lies_before_a_device_that_fails_is_kept_and_the_rest_is_saved_else
     assert bad not in disks.where(other)
     loaded = load(cache, other)
     assert (loaded.usable_tokens, loaded.wrong) == (8 * PIECE, [])
+
+
+def test_a_tier_whose_devices_are_all_gone_does_not_keep_memory_from_taking_a_prompt(disks: Disks) -> None:
+    with PrefixCache([MemoryTier(8 << 20), disks.tier], identity=IDENTITY, representation=TINY, match_timeout_s=20.0) as cache:
+        for device in disks.tier.devices:
+            device.gone = True
+        assert save(cache, prompt(8 * PIECE + 1)).reason == "error"
+        assert hit_tokens(cache, prompt(8 * PIECE + 1)) == 8 * PIECE
+        counters = cache.statistics().counters
+        assert counters["tier_failed_write"] > 0
+        assert "save_errors" not in counters

@@ -3,7 +3,7 @@ belongs even if the blocks are there already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headstart.testing.round_trip import hit_tokens, load, match, save
 from headstart.tier.base import ExtentId, Tier
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
+from headstart.transfer.io_pool import IOPool, Job
 
 REPRESENTATIONS = {"fixed": STATEFUL, "paged": STATEFUL_PAGED, "opaque": STATEFUL_OPAQUE}
 
@@ -269,6 +270,24 @@ def test_only_the_range_that_reaches_the_end_brings_the_state(tier: Any) -> None
     assert cache.statistics().counters.get("load_failed_corrupt", 0) == 0
 
 
+def test_a_state_that_nobody_waits_for_is_read_behind_what_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+
+    def submit(pool: IOPool, jobs: Iterable[Job]) -> None:
+        jobs = list(jobs)
+        turns.extend(job.urgency[0] for job in jobs)
+        really(pool, jobs)
+
+    really = IOPool.submit
+    monkeypatch.setattr(IOPool, "submit", submit)
+    with opened(disk()) as cache:
+        kv = stored(cache, 4)
+        with match(cache, kv) as lease:
+            load = lease.load(FakeDestination(STATEFUL, 4), behind=True)
+            assert load.result(TIMEOUT_S) == 4 * 64
+    assert set(turns) == {int(load.turn_s * 1e9)}
+
+
 def test_representations_without_states_have_none() -> None:
     with cache_of(disk()) as cache:
         save(cache, prompt(300))
@@ -336,7 +355,7 @@ def test_a_state_of_another_prompt_is_not_handed_out(kind: str) -> None:
             assert tier.write(other.image(keys=[*kv.keys[:3], other.keys[3]], state_bytes=5000), STATEFUL).stored
             assert tier.write(kv.image(), STATEFUL).stored
             places = tier.inner._places[STATEFUL.digest]  # type: ignore[attr-defined]
-            places.states[kv.keys[3]] = places.states.pop(other.keys[3])
+            places.states[kv.keys[3]] = list(places.states[other.keys[3]])
         lease = match(cache, kv)
         assert lease.tokens == 256
         running = lease.load(FakeDestination(STATEFUL, 4), 256)
@@ -466,6 +485,16 @@ def test_what_a_write_budget_keeps_ends_at_a_state(tmp_path: Path) -> None:
         assert result.stored_tokens in (0, 10 * 64, 20 * 64)
         assert sum(not info.state for info in slow.scan()) == 0
         assert load(cache, kv).wrong == []
+
+
+def test_what_no_state_stands_behind_is_given_back_to_the_budget(tmp_path: Path) -> None:
+    slow = DiskTier.open(tmp_path, capacity_bytes=64 << 20)
+    with opened(slow, write_budget_bytes=8 << 20) as cache:
+        for seed in range(1, 12):  # a part of each is worth a write, and of no use
+            kv = asked(150, seed=seed)
+            assert (save(cache, kv, states=kv.states(150)).reason, slow.statistics().extents) == ("budget", 0)
+        kv = asked(10)
+        assert save(cache, kv, states=kv.states(10)).stored_tokens == 10 * 64
 
 
 def test_a_queue_counts_what_states_keep_alive() -> None:

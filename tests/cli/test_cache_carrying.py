@@ -357,3 +357,8 @@ def test_a_state_with_a_changed_byte_is_found_and_dropped(tmp_path: Path, run: R
         file.write(bytes([prompt.state(6)[100] ^ 1]))
     run("verify", "--directory", tmp_path / "kv", code=6)
     assert found_behind(tmp_path / "kv", prompt) == [0, 3, 8]
+
+
+@pytest.mark.parametrize("tenant", ["x" * 256, "\udc80"])
+def test_what_can_be_no_tenant_is_refused_before_anything_is_read(tmp_path: Path, run: Run, tenant: str) -> None:
+    assert "is no name of at most 255 bytes" in run("import", tmp_path / "no-such-file", "--tenant", tenant, code=2)

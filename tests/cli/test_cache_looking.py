@@ -227,7 +227,7 @@ def test_a_lease_of_a_living_reader_keeps_an_extent_from_rm(tmp_path: Path) -> N
         assert server.lease([extent]) == [True]  # type: ignore[list-item]
         done = in_a_process(["cache", "rm", key_of(one), "--directory", str(tmp_path / "kv")])
         assert done.returncode == 5
-        assert "1 extents are being read" in done.stderr
+        assert "1 extent is being read and stays" in done.stderr
         server.refresh()
         assert server.info(extent) is not None  # type: ignore[arg-type]
         server.release([extent])  # type: ignore[list-item]

@@ -192,3 +192,14 @@ def test_gc_joins_short_runs_whether_or_not_anybody_used_them(tmp_path: Path, ru
         assert tier.statistics().extents < 12
         assert tier.check() == []
     assert found_pieces(tmp_path / "kv", prompt) == 12
+
+
+def test_one_is_told_as_one_and_more_as_more(tmp_path: Path, run: Run) -> None:
+    one, _ = family(tmp_path / "kv")
+    here = ("--directory", tmp_path / "kv")
+    assert f"{tmp_path / 'a'} holds 2 extents of 1 prefix, " in run("export", key_of(one), tmp_path / "a", *here)
+    assert "is right: 2 extents of 8 blocks, " in run("import", tmp_path / "a", "--dry-run")
+    assert run("rm", key_of(one), *here).startswith("1 prefix went: 1 extent, ")
+    assert "continued by    1 prefix\n" in run("show", key_of(one, 0), *here)
+    assert run("verify", *here).startswith("2 extents, ")
+    assert run("gc", "--to", "0", *here).startswith("2 extents went (0 too old): ")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.testing.fake_kv import TINY
+from headstart.testing.fake_kv import STATE_BYTES, STATEFUL, TINY
 from headstart.testing.tier_contract import TierContract, located, prompt, put, read
 from headstart.tier.base import ReadRange, Tier
 from headstart.tier.memory import MemoryTier
@@ -72,3 +72,17 @@ def test_a_corrupt_extent_goes_under_its_lease_and_is_written_anew() -> None:
     assert tier.delete([extent], reason="corrupt") == 0
     assert located(tier, kv) == [again] * 4
     assert (tier.check(), tier.statistics().live_bytes) == ([], kv.image().nbytes)
+
+
+def test_a_state_that_lies_in_two_extents_is_found_in_the_other_one_when_one_goes() -> None:
+    tier = MemoryTier(1 << 20)
+    kv = prompt(2, representation=STATEFUL)
+    ids = []
+    for first in (1, 0):
+        assert tier.write(kv.image(first, 2 - first, state_bytes=STATE_BYTES), STATEFUL).reason == "written"
+        ids.append(next(info.id for info in tier.scan() if info.id not in ids))
+    for gone, left in ((ids[0], [-1, ids[1]]), (ids[1], None)):
+        assert tier.delete([gone], reason="user") == 1
+        states = tier.locate(STATEFUL.digest, kv.keys).states
+        assert (None if states is None else states.tolist()) == left
+        assert tier.check() == []

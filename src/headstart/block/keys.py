@@ -66,7 +66,7 @@ def chain_keys(
 
     `tokens` may be a list, an `array('I')` or a NumPy u32 array (fastest). `salt` keeps tenants apart: it enters the first
     block that is not wholly inside the first `shared_tokens` tokens, which the operator declared shared. An empty salt
-    is no salt. Raises ValueError for a token id outside u32 or a root that is not 32 bytes.
+    is no salt. Raises ValueError for a token id outside u32, a root that is not 32 bytes or a salt of another type.
 
     A chain is continued with `root=` the last key of a multiple of 64 tokens and the tokens after them; positions then
     count from the first token given, and a salt that has entered already is left out.
@@ -79,6 +79,7 @@ def chain_keys(
     data = token_bytes(tokens)
     if len(root) != KEY_BYTES:
         raise ValueError(f"a chain's root has {len(root)} bytes, needs {KEY_BYTES}; use Identity.root() or a block's key")
+    require_salt(salt)
     if not salt and not contents:
         return chain(root, data)
     blocks = len(data) // _BLOCK_BYTES
@@ -150,6 +151,12 @@ def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
         packed = packed[:]
         packed.byteswap()
     return packed.tobytes()
+
+
+def require_salt(salt: object) -> None:
+    """Raise ValueError for what is no salt: a number, say, of which 0 would be taken for none at all."""
+    if not (salt is None or isinstance(salt, (str, bytes))):
+        raise ValueError(f"a salt is given as {type(salt).__name__}; give text or bytes")
 
 
 def _salted_block(shared_tokens: int) -> int:

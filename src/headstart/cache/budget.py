@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,11 @@ class WriteBudget:
         piece_bytes: int,
         session: str,
         own: int,
+        ends: Collection[int] = (),
     ) -> int:
         """Return how many of a prompt's pieces, from the first on, are worth having in the tier today. `keys`: the last block's
-        of each piece; `present`: which pieces are there; `own`: how many this very request asked for before."""
+        of each piece; `present`: which pieces are there; `own`: how many this very request asked for before. `ends`: fewer are
+        of use only where they are so many; empty, any number is."""
         everything = len(present)
         if self._budget_bytes is None or source.tier.trusted or present.all():
             return everything
@@ -53,7 +55,10 @@ class WriteBudget:
             admission.cap(spent_bytes)
             leading = int(np.argmin(present))
             limit = admission.admit(keys, present=leading, block_bytes=piece_bytes, session=session, now_s=now_s, own=own)
-            admission.refund(int(np.count_nonzero(present[leading:limit])) * piece_bytes)
+            admitted = limit - leading
+            if ends and limit < everything:
+                limit = max((pieces for pieces in ends if pieces <= limit), default=0)
+            admission.refund((admitted - int(np.count_nonzero(~present[:limit]))) * piece_bytes)
             if limit < everything:
                 self._say_short(source, now_s)
             return limit

@@ -125,6 +125,9 @@ class Lease:
         boundary = self._boundary if last else None
         if os.getpid() != self._pid:
             return lost_load(names, self._prompt.representation, with_state=boundary is not None)
+        # What may raise comes before anything is counted: a load that never ends would keep the extents for ever.
+        spans = [self._span(run) for run in runs]
+        state = None if boundary is None else self._state_span(boundary)
         with self._lock:
             if self._released:
                 raise ValueError("this lease was released; match again before loading")
@@ -144,8 +147,7 @@ class Lease:
             behind=behind,
             with_state=boundary is not None,
         )
-        state = None if boundary is None else self._state_span(boundary)
-        start_reading(load, [self._span(run) for run in runs], self._prompt.part(first, pieces), into, state=state)
+        start_reading(load, spans, self._prompt.part(first, pieces), into, state=state)
         return load
 
     def release(self) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import CacheConfig, parse_size
-from headstart.errors import ConfigError, StoreError
+from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
+from headstart.errors import StoreError
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
@@ -19,7 +19,6 @@ from headstart.tier.devices.rooms import room_of, rooms_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 
-_ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
 _log = logging.getLogger(__name__)
 
 
@@ -38,9 +37,9 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         except (OSError, MemoryError, ValueError) as error:
             warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
     if config.enabled:
-        _require_budget(config)
+        require_budget(config.write_budget)
         try:
-            if parse_size(config.capacity, of_bytes=_ANY_DISK_BYTES):
+            if parse_size(config.capacity, of_bytes=ANY_DISK_BYTES):
                 disk = _open_disk(config)
                 tiers.append(disk)
                 logged = disk.warnings
@@ -94,12 +93,6 @@ def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
     if config.capacity.strip().endswith("%"):
         return [parse_size(config.capacity, of_bytes=nbytes) for nbytes in split_evenly(rooms, 1.0)]
     return split_total(rooms, parse_size(config.capacity))
-
-
-def _require_budget(config: CacheConfig) -> None:
-    if config.write_budget != "unlimited" and not parse_size(config.write_budget, of_bytes=_ANY_DISK_BYTES):
-        message = "cache.write_budget of 0 keeps nothing"
-        raise ConfigError(f'{message}; write "unlimited" for no limit, or switch the disk off with cache.capacity = "0"')
 
 
 def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from headstart.block.checks import Buffer, flat
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, Content, chain, chain_keys, token_bytes
+from headstart.block.keys import BLOCK_TOKENS, Content, chain, chain_keys, require_salt, token_bytes
 from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
 from headstart.cache.faults import counted
@@ -38,7 +38,7 @@ from headstart.cache.source import Source
 from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
 from headstart.metrics import Counters
-from headstart.tier.base import Problem, Terms, Tier, TierStatistics
+from headstart.tier.base import DEFAULT_TERMS, Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.plan import Prompt
 
@@ -107,19 +107,36 @@ class PrefixCache:
         identity: Identity | None = None,
         leave: int = 1,
         contents: Sequence[Content] = (),
+        ahead: bool = False,
     ) -> Lease:
         """Return a lease on the longest prefix of `tokens` that is stored now. Reads nothing and extends no block's life. Where
         the representation needs a boundary state, the prefix ends at the latest one that is stored.
 
         `leave`: tokens at the end that must not match, because the engine has to compute them; 0 where `tokens` is a prefix
         that others follow. `contents`: images or sounds that stand behind placeholder tokens, each by position and digest;
-        `salt` and `shared_tokens` as in `chain_keys`.
+        `salt` and `shared_tokens` as in `chain_keys`. `ahead`: for a request whose turn has not come, which will match again
+        then; counted apart, so that hits and misses stay those of requests.
 
         131,072 tokens are 1.7 ms of hashing and about 1 ms of looking up."""
         _require_shared(shared_tokens)
         if leave < 0:
             raise ValueError(f"leave is {leave}; it counts the tokens at the end that must not match")
+        require_salt(salt)
         data = token_bytes(tokens)
+        return self._match(data, salt, shared_tokens, identity, leave, contents, ahead=ahead)
+
+    def _match(
+        self,
+        data: bytes,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
+        identity: Identity | None = None,
+        leave: int = 1,
+        contents: Sequence[Content] = (),
+        *,
+        ahead: bool = False,
+    ) -> Lease:
+        """`data`: the tokens as u32."""
         prompt_tokens = np.frombuffer(data, dtype="<u4")
         pieces = max(0, len(prompt_tokens) - leave) // self.representation.piece_tokens
         root = self._root if identity is None else identity.root()
@@ -134,7 +151,10 @@ class PrefixCache:
         if not self._forked:
             if not self._closed:
                 found = self._finder.find(keys, deadline=time.monotonic() + self._match_timeout_s)
-            self._count_match(found, asked=len(prompt_tokens))
+            if ahead:
+                self._counters.add("match_ahead_calls")
+            else:
+                self._count_match(found, asked=len(prompt_tokens))
         return Lease(
             self._sources,
             found,
@@ -167,9 +187,12 @@ class PrefixCache:
         `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
 
-        Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, negative
+        Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, a tenant or
+        session that is no text (of at most 255 bytes the tenant), a salt that is neither text nor bytes, negative
         `shared_tokens`, states where none belong, or none where tokens would be kept that are of no use without."""
         encode_retention(retention)
+        terms = Terms(retention, tenant, session)
+        require_salt(salt)
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
         whole = len(prompt_tokens) // self.representation.piece_tokens * self.representation.piece_tokens
@@ -191,7 +214,7 @@ class PrefixCache:
                     root=self._root if identity is None else identity.root(),
                     salt=salt,
                     shared_tokens=shared_tokens,
-                    terms=Terms(retention, tenant, session),
+                    terms=terms,
                     own_tokens=own_tokens,
                     states=by_piece,
                     contents=tuple(contents),
@@ -213,13 +236,18 @@ class PrefixCache:
         nothing to bring, or no memory tier. Returns at once."""
         if self._closed or self._forked or self._promoter is None or self._promoter.busy:
             return False
-        prompt = np.frombuffer(token_bytes(tokens), dtype="<u4")
+        require_salt(salt)
+        data = token_bytes(tokens)
+        prompt = np.frombuffer(data, dtype="<u4")
+        root = self._root if identity is None else identity.root()
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            return self.save(prompt[:count], source, salt=salt, identity=identity)
+            request = SaveRequest(prompt[:count], source, root, salt, 0, DEFAULT_TERMS, memory_only=True)
+            return self._saver.submit(request)
 
-        return self._promoter.start(self.match(prompt, salt=salt, identity=identity), save, most_bytes=min(most_bytes, room))
+        lease = self._match(data, salt, identity=identity, ahead=True)
+        return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """A prompt's full pieces, and how their keys are made. `tokens`: u32, whole pieces, not changed by anyone any more.
-    `own_tokens`: how many of them earlier saves of the same request had.
+    `own_tokens`: how many of them earlier saves of the same request had. `memory_only`: no other tier is written or told of it.
     `states`: by how many pieces they stand behind, in that order; one stands behind all, or there are none."""
 
     tokens: npt.NDArray[np.uint32]
@@ -56,6 +56,7 @@ class SaveRequest:
     shared_tokens: int
     terms: Terms
     own_tokens: int = 0
+    memory_only: bool = False
     states: Mapping[int, memoryview] = field(default_factory=dict)
     contents: Sequence[Content] = ()
 
@@ -154,7 +155,11 @@ class Saver:
                 pause_s = self._tend()
                 continue
             pause_s = _IDLE_S
-            self._take_notes()
+            try:
+                self._take_notes()
+            except Exception:  # noqa: BLE001 - the thread's outer edge: what fails here must not end all saving
+                self._counters.add("note_errors")
+                _log.exception("noting what was used failed unexpectedly")
             with self._condition:
                 if not self._queue:
                     continue
@@ -203,13 +208,11 @@ class Saver:
             contents=request.contents,
         )
         state_bytes = max((state.nbytes for state in request.states.values()), default=0)
-        targets = [_Target(source) for source in self._sources]
+        targets = [_Target(source) for source in self._sources if source.tier.trusted or not request.memory_only]
         try:
             for target in targets:
                 target.quarantine.delete_corrupt()  # what was noted before, but could not be deleted then
-                least_bytes = self._builder.least_bytes(state_bytes=state_bytes)
-                if target.tier.max_extent_bytes(self._representation, state_bytes=state_bytes) < least_bytes:
-                    target.reason = "too-large"  # or it would cut every extent to one piece for the others
+                self._largest_bytes(target, state_bytes=state_bytes)
             present = [self._hold(target, keys, request.states) >= 0 for target in targets]
             admitted = [self._admit(target, keys, there, request) for target, there in zip(targets, present, strict=True)]
             written_bytes = 0
@@ -237,9 +240,8 @@ class Saver:
             piece_bytes=piece_bytes,
             session=request.terms.session,
             own=request.own_tokens // representation.piece_tokens,
+            ends=request.states,  # what has no state behind it is of no use
         )
-        if request.states and limit < len(present):  # what has no state behind it is of no use
-            limit = max((pieces for pieces in request.states if pieces <= limit), default=0)
         if limit == len(present):
             return present
         dropped = int(np.count_nonzero(~present[limit:])) * representation.piece_tokens
@@ -267,13 +269,12 @@ class Saver:
                 if self._stop:
                     for target in targets:
                         target.reason = target.reason or "closed"
+                state_bytes = request.states[end].nbytes if end in request.states else 0
+                limits = [self._largest_bytes(target, state_bytes=state_bytes) for target in targets if target.reason is None]
                 takers = [target for target in targets if target.reason is None]
                 if first == end or not takers:
                     break
-                state_bytes = request.states[end].nbytes if end in request.states else 0
-                limit_bytes = min(
-                    target.tier.max_extent_bytes(self._representation, state_bytes=state_bytes) for target in takers
-                )
+                limit_bytes = min(filter(None, limits))
                 slot = free.pop()
                 image, taken = self._builder.build(request, keys, first, end - first, limit_bytes=limit_bytes, slot=slot)
                 if len(under_way) == at_once:  # whichever ends first: a fast device must not wait for a slow one
@@ -292,6 +293,17 @@ class Saver:
         finally:
             wait([writing.reasons for writing in under_way])  # before anything is built where their images are
         return written_bytes
+
+    def _largest_bytes(self, target: _Target, *, state_bytes: int) -> int:
+        """Return how large an extent a tier takes. One that fails, or takes too little for any, gets no more of this prompt (it
+        would cut every extent to one piece for the others); then 0."""
+        target.reason = target.reason or "error"
+        with counted(self._counters, target.tier, "write"):
+            largest = target.tier.max_extent_bytes(self._representation, state_bytes=state_bytes)
+            fits = largest >= self._builder.least_bytes(state_bytes=state_bytes)
+            target.reason = None if fits else "too-large"
+            return largest if fits else 0
+        return 0
 
     def _write(self, image: memoryview, targets: Sequence[_Target], terms: Terms) -> list[str]:
         """Write one extent to each target; return what each says became of it."""

@@ -60,7 +60,7 @@ class Admission:
         wanted = len(keys)
         marked = self._seen(keys)
         seen = max(present, marked if marked > own else 0)
-        known_session = bool(session) and self._came_back(session.encode(), again=own > 0)
+        known_session = bool(session) and self._came_back(session.encode("utf-8", "surrogatepass"), again=own > 0)
         self._remember(keys)
         if wanted <= present:
             return present

@@ -46,14 +46,24 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """On what terms something is kept. `retention`: a class of 1 to 64 printable bytes, which promises a time and may set a
-    ceiling (`policy.retention`). `tenant`: whose quota it counts towards; "" where there are no tenants. `session`: the
-    conversation it belongs to, "" where unknown; only ever compared for equality."""
+    ceiling (`policy.retention`). `tenant`: whose quota it counts towards, at most 255 bytes in UTF-8; "" where there are no
+    tenants. `session`: the conversation it belongs to, "" where unknown; only ever compared for equality. Raises ValueError for
+    a tenant or a session that can be none: whoever writes, in another thread, could tell nobody."""
 
     retention: str = "default"
     tenant: str = ""
     session: str = ""
 
+    def __post_init__(self) -> None:
+        for what, name in (("tenant", self.tenant), ("session", self.session)):
+            if not isinstance(name, str):
+                raise ValueError(f"a {what} is given as {type(name).__name__}; give text")
+        encoded = self.tenant.encode("utf-8", "surrogatepass")
+        if len(encoded) > _MAX_TENANT_BYTES or encoded.decode("utf-8", "replace") != self.tenant:  # a lone surrogate
+            raise ValueError(f"tenant {self.tenant[:40]!r} is no name of at most {_MAX_TENANT_BYTES} bytes in UTF-8")
 
+
+_MAX_TENANT_BYTES = 255
 DEFAULT_TERMS = Terms()
 
 

@@ -55,12 +55,12 @@ class _Extent:
 
 class _Places:
     """Where the blocks of one representation lie: extent id and position, packed. A block that several extents hold is found in
-    the one that came first; `states` are by the last key of the extents that carry one."""
+    the one that came first; `states` are by the last key of the extents that carry one, first come first."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, int] = {}
         self.again: dict[bytes, list[int]] = {}  # where else, in the order in which they came
-        self.states: dict[bytes, ExtentId] = {}
+        self.states: dict[bytes, list[ExtentId]] = {}
 
     def enter(self, extent: _Extent) -> None:
         for position, key in enumerate(extent.keys):
@@ -68,7 +68,7 @@ class _Places:
             if self.found.setdefault(key, packed) != packed:
                 self.again.setdefault(key, []).append(packed)
         if extent.state:
-            self.states.setdefault(extent.keys[-1], extent.id)
+            self.states.setdefault(extent.keys[-1], []).append(extent.id)
 
     def leave(self, extent: _Extent) -> None:
         for position, key in enumerate(extent.keys):
@@ -83,8 +83,11 @@ class _Places:
                 del self.found[key]
             if others is not None and not others:
                 del self.again[key]
-        if self.states.get(extent.keys[-1]) == extent.id:
-            del self.states[extent.keys[-1]]
+        if extent.state:
+            with_state = self.states[extent.keys[-1]]
+            with_state.remove(extent.id)
+            if not with_state:
+                del self.states[extent.keys[-1]]
 
     def holds(self, keys: Sequence[bytes], *, state: bool) -> bool:
         return all(key in self.found for key in keys) and not (state and keys[-1] not in self.states)
@@ -123,7 +126,7 @@ class MemoryTier:
             found = np.fromiter(map(places.found.get, keys, repeat(-1)), np.int64, len(keys))
             states = None
             if places.states:
-                states = np.fromiter(map(places.states.get, keys, repeat(-1)), np.int64, len(keys))
+                states = np.array([places.states.get(key, _NO_STATE)[0] for key in keys], np.int64)
         positions = np.where(found < 0, 0, found & ((1 << _POSITION_BITS) - 1)).astype(np.int32)
         return Placement(found >> _POSITION_BITS, positions, states)
 
@@ -272,7 +275,7 @@ class MemoryTier:
                     position = packed & ((1 << _POSITION_BITS) - 1)
                     if extent is None or position >= len(extent.keys) or extent.keys[position] != key:
                         problems.append(Problem(f"memory, block {key.hex()[:16]}", "the index points at an extent without it"))
-                for key, with_state in places.states.items():
+                for key, with_state in ((key, one) for key, some in places.states.items() for one in some):
                     extent = self._extents.get(with_state)
                     if extent is None or not extent.state or extent.keys[-1] != key:
                         problems.append(Problem(f"memory, block {key.hex()[:16]}", "no state stands behind it"))
@@ -325,6 +328,7 @@ class MemoryTier:
 
 
 _NOWHERE = _Places()
+_NO_STATE = [ExtentId(-1)]
 
 
 def _scatter(region: Region, read: ReadRange) -> int:

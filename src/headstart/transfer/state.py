@@ -55,7 +55,7 @@ class _Reading:
         self.load = load
         self.span = span
         self.source = source
-        self.urgency = (int(load.started * 1e9), _BEFORE_ALL_LAYERS, 0)
+        self.urgency = (int(load.turn_s * 1e9), _BEFORE_ALL_LAYERS, 0)
 
     def fault(self, reason: str, message: object) -> Fault:
         return Fault(self.source, 0, reason, f"tier {self.span.tier.name!r}: {message}")

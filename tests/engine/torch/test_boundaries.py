@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from held_cache import HeldCache, eventually
-from reference import Answer, ask, engine_of, loaded, some_tokens
+from reference import Answer, ask, engine_of, finish, loaded, some_tokens, stepped
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.torch.engine import TorchEngine
@@ -282,3 +282,16 @@ def test_an_abort_while_the_state_is_read_frees_everything_with_the_last_read(he
     assert held.engine.load().kv_used_bytes > 0
     load.end(usable_tokens=0)
     settled(held.engine)
+
+
+def test_a_state_that_was_copied_is_still_saved_after_its_request_grew(model: TorchModel) -> None:
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    with stepped(model, cache=cache, room_tokens=64) as engine:
+        answer = ask(engine, some_tokens(100, seed=40), 140)  # room for 192 tokens: it grows right behind a copy
+        while not engine.load().counters.get("kv_grown", 0):
+            engine._round()
+        (sequence,) = engine._roster.running
+        assert list(sequence.boundaries) == [192]
+        engine.abort(sequence.request.id)
+        finish(engine, answer)
+    assert max(len(tokens) for tokens in cache.states) == 192

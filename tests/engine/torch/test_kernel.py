@@ -211,3 +211,10 @@ def test_a_kernel_compiled_from_another_source_is_not_used(tmp_path: Path, monke
     monkeypatch.setattr(kernel, "_MEANING", 0)
     assert not kernel._is_ours(_FOUND.library)
     assert not kernel._is_ours(ctypes.CDLL(None))
+
+
+def test_a_segment_without_rows_never_reaches_the_kernel() -> None:
+    kv = SomeKV.drawn(2, 64, 16)
+    assert _FOUND is not None
+    with pytest.raises(ValueError, match="at least a row"):
+        kernel.Plan(_FOUND, [(None, [Segment(kv, 0, 0, 5)])], (), kernel.Shape(2, 1, 16, 16))

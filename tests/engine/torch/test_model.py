@@ -16,6 +16,7 @@ from headstart.engine.torch.model import TorchModel, load_model, probe
 from headstart.engine.torch.packing import PackedLinear
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
+from model_fixtures import LATENT_KINDS
 
 Folders = Callable[..., Path]
 
@@ -124,3 +125,11 @@ def test_a_chunk_whose_last_row_alone_is_wanted_computes_no_other_in_the_last_la
     model.module.model.layers[-1].self_attn.o_proj.register_forward_pre_hook(lambda _, rows: seen.append(rows[0]))
     model.next_logits(list(range(50)))
     assert (seen[-1].abs().sum(dim=-1) > 0)[0].nonzero().flatten().tolist() == [49]
+
+
+def test_a_layer_whose_weights_are_read_stays_plain_and_all_others_are_packed(tiny_model_folder: Folders) -> None:
+    kind, config = LATENT_KINDS["longcat-flash, two attentions a layer"]
+    model = loaded(tiny_model_folder(kind, **config))
+    packed = {name for name, module in model.module.named_modules() if isinstance(module, PackedLinear)}
+    assert any(name.endswith("mlps.0.down_proj") for name in packed)
+    assert not any(name.endswith("router.classifier") for name in packed)  # made anew in every pass otherwise

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from held_cache import HeldCache, eventually
-from reference import ask, engine_of, loaded, some_tokens
+from reference import ask, engine_of, finish, loaded, some_tokens, stepped
 
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
@@ -130,3 +130,47 @@ def test_without_memory_for_it_what_waits_is_brought_to_the_memory_tier(start: S
     load.end()
     answer.result()
     assert answer.tokens == cold
+
+
+def test_what_was_read_ahead_and_taken_back_is_counted_once_and_only_if_it_was_used(
+    model: TorchModel, cache: HeldCache
+) -> None:
+    with stepped(model, cache=cache, max_running=1, full_contexts=1.5) as engine:
+        finish(engine, ask(engine, PROMPT, 5))
+        before = engine.load().counters
+        busy = ask(engine, some_tokens(20, seed=3), 440, id="busy", use_cache=False)
+        engine._round()
+        answer = ask(engine, PROMPT, 5)
+        engine._round()
+        (load,) = cache.loads
+        load.bring(*LAYERS)
+        load.end(192)
+        engine._round()
+        (waiting,) = engine._roster.waiting
+        assert waiting.computed == 192
+        assert engine.load().counters.get("cached_disk_tokens", 0) == 0  # it is no hit yet
+        assert engine._preemption.take_back()
+        cache.stored.clear()
+        engine.abort("busy")
+        finish(engine, busy, answer)
+        receipt = answer.result().receipt
+        assert receipt is not None
+        assert receipt.cached_tokens == 0
+        assert engine.load().counters["prompt_tokens"] - before["prompt_tokens"] == 20 + len(PROMPT)
+        assert engine.load().counters.get("cached_disk_tokens", 0) == 0
+
+
+def test_what_was_read_ahead_is_a_hit_once_its_request_runs(model: TorchModel, cache: HeldCache) -> None:
+    with stepped(model, cache=cache, max_running=1) as engine:
+        finish(engine, ask(engine, PROMPT, 5))
+        ask(engine, some_tokens(20, seed=3), 440, id="busy", use_cache=False)
+        engine._round()
+        answer = ask(engine, PROMPT, 5)
+        engine._round()
+        cache.loads[0].bring(*LAYERS)
+        cache.loads[0].end(192)
+        engine._round()
+        engine.abort("busy")
+        finish(engine, answer)
+        assert answer.result().receipt.cached_disk_tokens == 192  # type: ignore[union-attr]
+        assert engine.load().counters["cached_disk_tokens"] == 192

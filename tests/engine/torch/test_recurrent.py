@@ -177,3 +177,18 @@ def test_a_model_without_any_attention_leaves_no_bytes_of_others_where_its_block
     forward(model, (request, 20))
     assert not request.kv.keys(0).any()
     assert not request.kv.values(0).any()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in RECURRENT])
+def test_a_request_reads_nothing_of_what_another_left_in_its_memory(name: str, tiny_model_folder: Folders) -> None:
+    kind, config = RECURRENT[name]
+    model = loaded(tiny_model_folder(kind, **config))
+    for count in (1, 9):
+        clean, dirty = (Request(model, some_tokens(count + 1, vocabulary=model.vocabulary)) for _ in "ab")
+        for plane in dirty.kv._planes:
+            plane.fill_(float("nan"))
+        assert dirty.kv.state is not None
+        dirty.kv.state._live.fill_(0xFF)  # NaN in every float
+        dirty.kv.state._kept.fill_(0xFF)
+        assert torch.equal(forward(model, (clean, count)), forward(model, (dirty, count)))
+        assert torch.equal(forward(model, (clean, 1)), forward(model, (dirty, 1)))

@@ -388,3 +388,40 @@ def test_an_abort_while_a_save_holds_the_memory_that_another_waits_for_ends_both
         for ticket in cache.tickets:
             ticket.end()
     assert memory.used_bytes == 0
+
+
+def test_what_comes_free_is_for_who_waits_to_grow_before_it_is_for_newcomers(model: TorchModel) -> None:
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    with stepped(model, cache=cache, memory=memory_of(model, 832), room_tokens=64) as engine:
+        cache.hold_saves = True
+        older = ask(engine, some_tokens(192, seed=1), 250, id="older")
+        younger = ask(engine, some_tokens(192, seed=2), 250, id="younger")
+        while not engine._roster.running or not engine._roster.running[0].stalled:
+            step(engine)
+        assert running(engine) == ["older"]
+        ask(engine, some_tokens(20, seed=3), 250, id="newcomer", tenant="b")  # for which there would be memory now
+        step(engine, 3)
+        assert running(engine) == ["older"]
+        ask(engine, some_tokens(20, seed=4), 250, id="higher", priority=1)
+        step(engine)
+        assert running(engine) == ["older", "higher"]
+        for ticket in cache.tickets:
+            ticket.end()
+        cache.hold_saves = False
+        step(engine)
+        assert not engine._roster.running[0].stalled
+        for name in ("older", "younger", "newcomer", "higher"):
+            engine.abort(name)
+        step(engine)
+        assert older.result().finish == younger.result().finish == "abort"
+
+
+def test_saves_that_have_ended_are_forgotten(model: TorchModel) -> None:
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    cache.hold_saves = True
+    with stepped(model, cache=cache) as engine:
+        for seed in range(5):
+            finish(engine, ask(engine, some_tokens(80, seed=seed), 2))
+            for ticket in cache.tickets:
+                ticket.end()
+        assert len(engine._endings._rooms._leaving) <= 1  # the last one, until the next comes

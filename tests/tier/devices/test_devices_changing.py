@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
@@ -287,3 +288,24 @@ def test_a_list_that_is_no_list_costs_a_warning_and_not_the_directory(two: Set, 
     assert whole(again, prompt(4))
     again.close()
     assert read_list(tmp_path / "b") is not None  # written anew from the others
+
+
+def test_what_was_counted_does_not_fall_when_a_device_goes_and_comes_back(two: Set, tmp_path: Path) -> None:
+    tier = two.open()
+    for seed in range(6):
+        write(tier, prompt(4, seed=seed))
+    counted = [tier.statistics().counters]
+    assert all(one.counters["bytes_written"] > 0 for one in tier.statistics().devices)
+    remove_device(tmp_path / "a", tmp_path / "b", even_if_not_drained=True)
+    two.later(tier)
+    counted.append(tier.statistics().counters)
+    assert len(tier.devices) == 1
+    add_device(tmp_path / "a", tmp_path / "b")
+    two.later(tier)
+    assert len(tier.devices) == 2
+    write(tier, prompt(4, seed=9), extents=4)
+    counted.append(tier.statistics().counters)
+    for before, after in pairwise(counted):
+        assert {name: (before[name], after.get(name, 0)) for name in before if after.get(name, 0) < before[name]} == {}
+    assert counted[2]["bytes_written"] > counted[0]["bytes_written"]
+    tier.close()

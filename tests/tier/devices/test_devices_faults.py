@@ -9,7 +9,7 @@ import pytest
 from devices_kit import Set, device, on, whole, write
 
 from headstart.errors import TierUnavailable
-from headstart.testing.fake_kv import TINY
+from headstart.testing.fake_kv import STATE_BYTES, STATEFUL, TINY
 from headstart.testing.faulty_disk import DiskFault
 from headstart.testing.tier_contract import located, prompt
 from headstart.tier.base import ExtentId, ReadRange
@@ -133,6 +133,28 @@ def test_a_device_that_hangs_in_a_write_is_passed_over_until_it_answers(two: Set
     # What the hung write brought in the end was thrown away: its memory had been given to somebody else.
     assert tier.check() == []
     assert tier.statistics().extents == 12
+    tier.close()
+
+
+@pytest.mark.parametrize("state_bytes", [0, STATE_BYTES])
+def test_of_what_a_hung_write_brought_only_that_is_thrown_away(
+    two: Set, monkeypatch: pytest.MonkeyPatch, state_bytes: int
+) -> None:
+    monkeypatch.setattr("headstart.tier.devices.writing.CHANGE_PATIENCE_S", 0.2)
+    tier = two.open()
+    representation = STATEFUL if state_bytes else TINY
+    kv = prompt(2, representation=representation)
+    a = device(tier, "a")
+    assert a.tier is not None
+    assert a.tier.write(kv.image(1, 1), representation).stored  # the second block is there
+    there = [info.id for info in a.tier.scan()]
+    device(tier, "b").refuse()
+    two.disks["a"].inject(DiskFault("write", "stall"))
+    assert not tier.write(kv.image(0, 2, state_bytes=state_bytes), representation).stored
+    two.disks["a"].heal()
+    a.changes.hand_over(lambda: None).result(20)
+    assert [info.id for info in a.tier.scan()] == there
+    assert tier.check() == []
     tier.close()
 
 

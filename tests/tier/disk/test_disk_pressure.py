@@ -216,6 +216,22 @@ def test_a_write_that_waits_for_a_stuck_disk_does_not_hold_up_lookups() -> None:
     tier.close()
 
 
+def test_a_write_that_does_not_end_is_told_of_while_it_hangs() -> None:
+    disk, now = FaultyDisk(CrashDisk(), stall_s=60), 1000.0
+    tier = DiskTier.open(Path("/disk/kv"), capacity_bytes=CAPACITY, disk=disk, clock=lambda: now)
+    disk.inject(DiskFault("write", "stall"))
+    writer = threading.Thread(target=save, args=(tier, 2))
+    writer.start()
+    assert disk.stalled.wait(30)
+    assert tier.statistics().paused == ""
+    now += 40
+    assert tier.statistics().paused == "a change has not ended in 40 s: the disk does not answer, or is very slow"
+    disk.heal()
+    writer.join(30)
+    assert tier.statistics().paused == ""
+    tier.close()
+
+
 @pytest.fixture
 def small_mount(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 3 MiB that is full when it is full."""

@@ -131,3 +131,20 @@ def test_a_marker_that_is_nested_too_deeply_is_written_anew(root: Path, text: st
     tier = DiskTier.open(root, capacity_bytes=CAPACITY)
     assert found(tier, range(3)) == {0, 1, 2}
     tier.close()
+
+
+@pytest.mark.parametrize("content", [b"precious", b""])
+def test_a_file_that_is_the_marker_under_a_second_name_is_not_written_to(tmp_path: Path, root: Path, content: bytes) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(content)
+    (root / "headstart.json").unlink()
+    os.link(outside, root / "headstart.json")
+    for seed in (7, 8):
+        tier = DiskTier.open(root, capacity_bytes=CAPACITY)
+        assert save(tier, seed)
+        assert found(tier, range(3)) == {0, 1, 2}
+        assert tier.check() == []
+        assert tier.statistics().counters.get("marker_rewritten", 0) == (seed == 7)
+        tier.close()
+    assert outside.read_bytes() == content
+    assert sorted(path.name for path in root.iterdir()) == ["headstart.json", "journals", "segments"]

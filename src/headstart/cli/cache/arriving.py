@@ -14,7 +14,7 @@ import click
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
 from headstart.block.whole import examine, part_of
-from headstart.cli.cache.cached import SLACK_BYTES, Cached, open_tier, representation_name, retention_of, share_of
+from headstart.cli.cache.cached import SLACK_BYTES, Cached, open_tier, representation_name, retention_of, share_of, so_many
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import ExtentCorrupt, NotThere, StoreError, WrongRepresentation
 from headstart.tier.base import Terms
@@ -160,4 +160,4 @@ def say(facts: dict[str, Any], as_json: bool, sentence: str) -> None:
         return
     click.echo(sentence)
     for reason, count in facts["left_out"].items():
-        click.echo(f"{count} extents were left out: {reason}", err=True)
+        click.echo(f"{so_many(count, 'extent was', 'extents were')} left out: {reason}", err=True)

@@ -377,12 +377,26 @@ def as_tokens(blocks: int) -> int:
     return blocks * BLOCK_TOKENS
 
 
+def so_many(count: int, one: str, more: str) -> str:
+    """Return a count with its words.
+
+    >>> so_many(1, "extent is", "extents are"), so_many(0, "extent is", "extents are")
+    ('1 extent is', '0 extents are')
+    """
+    return f"{count} {one if count == 1 else more}"
+
+
 def as_bytes(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
+    """Return a size for people.
+
+    >>> as_bytes(1023), as_bytes(3 << 19), as_bytes((1 << 20) - 1)
+    ('1023 B', '1.5 MiB', '1.0 MiB')
+    """
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while len(units) > 1 and size >= 1023.5:  # which is told as 1024
         size /= 1024
+        del units[0]
+    unit = units[0]
     return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
 
 

@@ -23,6 +23,7 @@ from headstart.cli.cache.cached import (
     cache_options,
     looked,
     representation_name,
+    so_many,
     wanted_options,
 )
 from headstart.cli.progress import OnProgress, shown_progress
@@ -84,7 +85,9 @@ def export(
         "left_out": dict(left.reasons),
         "representation": representation_name(layout, layout.digest),
     }
-    say(facts, as_json, f"{facts['extents']} extents of {len(spots)} prefixes, {as_bytes(nbytes)}, are in {file}")
+    count = so_many(len(needed) - len(left.extents), "extent", "extents")
+    prefixes = so_many(len(spots), "prefix", "prefixes")
+    say(facts, as_json, f"{file} holds {count} of {prefixes}, {as_bytes(nbytes)}")
     return INCOMPLETE if left.extents else 0
 
 
@@ -138,6 +141,10 @@ def import_(
 ) -> int:
     """Take in the prefixes that `export` wrote into FILE. Everything in it is verified before anything is written. What does
     not fit beside what is there is left out: make room first with `gc --to`."""
+    try:
+        Terms(tenant=tenant)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--tenant") from error
     config = chosen_config(config_file, {}).cache
     roots = [path.expanduser() for path in directories] or list(config.directories)
     for root in [] if dry_run else roots:  # before a large file is read for nothing
@@ -159,7 +166,8 @@ def import_(
             "left_out": {},
         }
         if dry_run:
-            say(facts, as_json, f"{file} is right: {extents} extents of {blocks} blocks, {name}")
+            holds = f"{so_many(extents, 'extent', 'extents')} of {so_many(blocks, 'block', 'blocks')}"
+            say(facts, as_json, f"{file} is right: {holds}, {name}")
             return 0
         with _target(roots, config, capacity) as (tier, root):
             if not any_representation:
@@ -171,7 +179,8 @@ def import_(
                 terms = Terms(retention=one.header.retention, tenant=tenant)
                 writer.write(n, one.image, one.header, carried.representation, terms)
     facts |= {"stored": writer.stored, "present": writer.present, "left_out": dict(left.reasons)}
-    say(facts, as_json, f"{writer.stored} of {extents} extents were stored in {root}, {writer.present} were there already")
+    stored = so_many(extents, "extent", "extents")
+    say(facts, as_json, f"{root} took {writer.stored} of {stored}, and had {writer.present} already")
     return INCOMPLETE if left.extents else 0
 
 

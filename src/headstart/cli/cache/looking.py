@@ -28,6 +28,7 @@ from headstart.cli.cache.cached import (
     is_pinned,
     looked,
     require_key,
+    so_many,
     table,
     wanted_options,
 )
@@ -234,9 +235,9 @@ def _tell(facts: dict[str, Any]) -> None:
     click.echo(f"key             {last.get('key', facts['key'])}")
     click.echo(f"tokens          {facts['tokens']}  (begins {' '.join(map(str, facts['first_tokens'][:8]))} …)")
     click.echo(f"bytes           {as_bytes(facts['bytes'])}, {as_bytes(facts['own_bytes'])} for this prefix alone")
-    click.echo(f"continued by    {facts['continued_by']} prefixes")
+    click.echo(f"continued by    {so_many(facts['continued_by'], 'prefix', 'prefixes')}")
     click.echo(f"class, tenant   {facts['class']}, {facts['tenant'] or '-'}")
-    click.echo(f"representation  {facts['representation']}: {facts['kind']}, {facts['layers']} layers")
+    click.echo(f"representation  {facts['representation']}: {facts['kind']}, {so_many(facts['layers'], 'layer', 'layers')}")
     promised = f"until {facts['guaranteed_until']}" if facts["guaranteed"] else "nothing, it goes when room is needed"
     click.echo(f"promised        {promised}; expires {facts['expires'] or 'never'}")
     click.echo(f"pinned          {_pinned(facts)}")
@@ -267,12 +268,14 @@ def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool)
         click.echo(
             f"  free         {as_bytes(device['free_bytes'])} of {as_bytes(device['file_system_bytes'])} on the file system"
         )
-        click.echo(f"  segments     {device['segments']}, {device['extents']} extents, {as_bytes(device['live_bytes'])} alive")
+        extents = so_many(device["extents"], "extent", "extents")
+        click.echo(f"  segments     {device['segments']}, {extents}, {as_bytes(device['live_bytes'])} alive")
         if device["paused"]:
             click.echo(f"  not storing  {device['paused']}")
         if device["unexplained_files"] or device["incomplete"]:
             click.echo(
-                f"  not seen     {device['unexplained_files']} files that no journal speaks of; the next opening reads them"
+                f"  not seen     {so_many(device['unexplained_files'], 'file', 'files')} of which no journal speaks; "
+                "the next opening reads what is there"
             )
     click.echo(f"prefixes       {facts['prefixes']:,}, {facts['pinned_prefixes']:,} pinned; {facts['tokens']:,} tokens stored")
     for name in ("class", "tenant", "representation"):

@@ -11,7 +11,7 @@ import click
 from headstart.cache.prefixes import Spot
 from headstart.cli.cache import INCOMPLETE
 from headstart.cli.cache.arriving import Left, Writer, open_target, require_directory, say, verified_image
-from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, wanted_options
+from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, so_many, wanted_options
 from headstart.cli.progress import shown_progress
 from headstart.tier.base import ExtentId, Terms
 from headstart.tier.devices import devices_of, drain_device
@@ -61,7 +61,8 @@ def move(
             "left_out": {},
         }
         if dry_run:
-            say(facts, as_json, f"{len(ends)} prefixes would move: {len(wanted)} extents, {as_bytes(nbytes)}")
+            prefixes = so_many(len(ends), "prefix", "prefixes")
+            say(facts, as_json, f"{prefixes} would move: {so_many(len(wanted), 'extent', 'extents')}, {as_bytes(nbytes)}")
             return 0
         left = Left()
         if not wanted_ones.given:
@@ -83,7 +84,8 @@ def move(
     say(
         facts,
         as_json,
-        f"{writer.stored + writer.present} of {len(wanted)} extents are in {destination}, {removed} left {source}",
+        f"{destination} has {writer.stored + writer.present} of {so_many(len(wanted), 'extent', 'extents')}, "
+        f"{removed} left {source}",
     )
     return INCOMPLETE if left.extents or removed < len(going) else 0
 

@@ -25,6 +25,7 @@ from headstart.cli.cache.cached import (
     is_pinned,
     looked,
     open_looked_at,
+    so_many,
     wanted_options,
 )
 from headstart.cli.progress import shown_progress
@@ -97,7 +98,8 @@ def rm(
         if not dry_run and not yes and len(ends - refused) > 1:
             nbytes = sum(cached.extents[i].extent_bytes for i in going)
             raise click.UsageError(
-                f"{len(ends - refused)} prefixes of {as_bytes(nbytes)} would go; look with --dry-run, or give --yes"
+                f"{so_many(len(ends - refused), 'prefix', 'prefixes')} of {as_bytes(nbytes)} would go; "
+                "look with --dry-run, or give --yes"
             )
         done = Removed()
         if not dry_run:
@@ -126,15 +128,17 @@ def _tell(facts: dict[str, Any], as_json: bool) -> None:
             click.echo(f"{name[:SHOWN_DIGITS]} would go")
         if len(facts["prefixes"]) > _LISTED:
             click.echo(f"… and {len(facts['prefixes']) - _LISTED} more")
-    click.echo(f"{len(facts['prefixes'])} prefixes {verb}: {facts['extents']} extents, {as_bytes(facts['bytes'])}")
+    prefixes = so_many(len(facts["prefixes"]), "prefix", "prefixes")
+    click.echo(f"{prefixes} {verb}: {so_many(facts['extents'], 'extent', 'extents')}, {as_bytes(facts['bytes'])}")
     if facts["shortened_extents"]:
-        click.echo(
-            f"{facts['shortened_extents']} extents {'would be' if facts['dry_run'] else 'were'} cut behind what others need"
-        )
+        would = ("would be", "would be") if facts["dry_run"] else ("was", "were")
+        cut = so_many(facts["shortened_extents"], f"extent {would[0]}", f"extents {would[1]}")
+        click.echo(f"{cut} cut behind what others need")
     if facts["pinned_prefixes"]:
-        click.echo(f"{facts['pinned_prefixes']} pinned prefixes stay; `headstart cache unpin` them first", err=True)
+        pinned = so_many(facts["pinned_prefixes"], "pinned prefix stays", "pinned prefixes stay")
+        click.echo(f"{pinned}; `headstart cache unpin` first", err=True)
     if facts["leased_extents"]:
-        click.echo(f"{facts['leased_extents']} extents are being read and stay; try again", err=True)
+        click.echo(_being_read(facts["leased_extents"]), err=True)
 
 
 def _pinned(cached: Cached) -> set[int]:
@@ -249,11 +253,12 @@ def gc(
         click.echo(json.dumps(facts))
     else:
         verb = "would go" if dry_run else "went"
-        click.echo(f"{done.removed} extents {verb} ({len(expired)} of them too old): {as_bytes(done.bytes)}")
+        went = so_many(done.removed, f"extent {verb}", f"extents {verb}")
+        click.echo(f"{went} ({len(expired)} too old): {as_bytes(done.bytes)}")
         if joined:
-            click.echo(f"{joined} short runs were joined to longer ones")
+            click.echo(f"{so_many(joined, 'short run was', 'short runs were')} joined to longer ones")
         if done.leased:
-            click.echo(f"{done.leased} extents are being read and stay; try again", err=True)
+            click.echo(_being_read(done.leased), err=True)
         if missing_bytes:
             click.echo(f"{target} is not reached by {as_bytes(missing_bytes)}: the rest is pinned; unpin some", err=True)
     if interrupted:
@@ -299,3 +304,7 @@ def _tend(cached: Cached, seconds: float | None) -> int:
                 joined += tier.statistics().counters.get("joined_extents", 0)
                 tier.close()
     return joined
+
+
+def _being_read(extents: int) -> str:
+    return f"{so_many(extents, 'extent is being read and stays', 'extents are being read and stay')}; try again"

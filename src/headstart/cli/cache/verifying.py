@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from headstart.cli.cache import DAMAGED, REPAIRED
-from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, cache_options, looked, open_looked_at
+from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, cache_options, looked, open_looked_at, so_many
 from headstart.cli.progress import OnProgress, shown_progress
 from headstart.config import parse_size
 from headstart.errors import StoreError
@@ -146,13 +146,14 @@ def _tell(facts: dict[str, Any]) -> None:
         click.echo(f"{fault['key'][:SHOWN_DIGITS]}  {fault['file']}, byte {fault['offset']}: {what} ({fault['reason']})")
     for problem in facts["problems"]:
         click.echo(f"{problem['where']}: {problem['what']}")
-    so_far = (
-        f"interrupted after {facts['extents']} of {facts['extents_in_all']}" if facts["interrupted"] else f"{facts['extents']}"
-    )
+    so_far = so_many(facts["extents"], "extent", "extents")
+    if facts["interrupted"]:
+        in_all = so_many(facts["extents_in_all"], "extent", "extents")
+        so_far = f"interrupted after {facts['extents']} of {in_all}"
     wrong = len(facts["faults"]) - facts["unreadable"]
     problems = len(facts["problems"])
-    others = f", {problems} other problem{'' if problems == 1 else 's'} above" if problems else ""
+    others = f", {so_many(problems, 'other problem', 'other problems')} above" if problems else ""
     click.echo(
-        f"{so_far} extents, {as_bytes(facts['bytes'])}: {wrong} wrong, {facts['dropped']} dropped, "
+        f"{so_far}, {as_bytes(facts['bytes'])}: {wrong} wrong, {facts['dropped']} dropped, "
         f"{facts['unreadable']} not readable{others}"
     )

@@ -79,6 +79,7 @@ class Admission:
                 sequence.admitted_s = sequence.running_s
                 self._counters.add("prompt_tokens", sequence.prompt_tokens)
             if ahead:
+                self._loads.count_hit(sequence)
                 continue  # what is stored of it is there, or on its way
             if isinstance(kv, BranchKV):
                 sequence.computed = kv.prefix.tokens
@@ -109,7 +110,7 @@ class Admission:
         give way for that."""
         while True:
             offer = self._offer(sequence) if sequence.kv is None else None
-            if offer is not None and not offer.ready:
+            if (offer is not None and not offer.ready) or (sequence.kv is None and self._owed_before(sequence)):
                 return offer, None
             if placed := len(self._roster.running) < self._max_running:
                 kv = sequence.kv or self._rooms.first(sequence, offer)
@@ -120,6 +121,10 @@ class Admission:
             if (placed and self._rooms.coming_free()) or not self._preemption.give_place(sequence):
                 return offer, None
             self._claimant = sequence
+
+    def _owed_before(self, sequence: Sequence) -> bool:
+        """Whether one that runs and ranks higher waits for room to grow: what memory comes free is for that one first."""
+        return any(one.stalled and one.standing.rank < sequence.standing.rank for one in self._roster.running)
 
     def _look_ahead(self) -> None:
         """Have what is stored of those who are next read while others are computed: into their own KV where there is memory
@@ -133,7 +138,7 @@ class Admission:
             sequence.looked_ahead = True
             if self._offer(sequence) is not None or not self._stored(sequence):
                 continue
-            sequence.kv = self._rooms.first(sequence, None)
+            sequence.kv = None if self._owed_before(sequence) else self._rooms.first(sequence, None)
             if sequence.kv is None:
                 self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
                 continue

@@ -149,6 +149,8 @@ class Plan:
         covers: list[npt.NDArray[np.void]] = []
 
         def add(kv: KV, at: int, count: int, rows: Sequence[Segment]) -> None:
+            if count < 1 or any(one.count < 1 for one in rows):
+                raise ValueError("a part of a plan has at least a row and a key")  # the kernel divides by how many there are
             first = sum(map(len, places))
             places.extend(_rows(one) for one in rows)
             parts.append((0, 0, 0, 0, count, at, first, sum(one.count for one in rows), 0, 0, 0))

@@ -183,8 +183,13 @@ class Loads:
             self._counters.add("resumed_tokens", memory_tokens + disk_tokens)
             return
         sequence.cached_memory_tokens, sequence.cached_disk_tokens = memory_tokens, disk_tokens
-        self._counters.add("cached_memory_tokens", memory_tokens)
-        self._counters.add("cached_disk_tokens", disk_tokens)
+        if sequence in self._roster.running:
+            self.count_hit(sequence)
+
+    def count_hit(self, sequence: Sequence) -> None:
+        """Count what was found for a request that runs; of one that waits it may be taken back, and is no hit yet."""
+        self._counters.add("cached_memory_tokens", sequence.cached_memory_tokens)
+        self._counters.add("cached_disk_tokens", sequence.cached_disk_tokens)
 
     def _tell(self, sequence: Sequence, plan: Plan, matched: int) -> None:
         sequence.decision = LoadDecision(plan.choice, matched, plan.load_s, plan.compute_s)

@@ -252,6 +252,7 @@ def probe(model: TorchModel) -> None:
     try:
         if packing.pack(model.module):
             _compare_each_way(model, tokens, want.float())
+            packing.unpack(model.module, only_read=True)
             return
     except (ModelError, *_CANNOT_RUN) as error:
         packing.unpack(model.module)

@@ -20,6 +20,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.bias = plain.bias
+        self.read = False  # whether somebody looked at its plain weights
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -28,7 +29,8 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The plain weights, made anew: for layers that look at them beside calling this."""
+        """The plain weights, made anew: for layers that look at them beside calling this, or instead."""
+        self.read = True
         return self._packed.to_dense()
 
     def unpacked(self) -> nn.Linear:
@@ -55,10 +57,10 @@ def pack(module: nn.Module) -> bool:
     return packed
 
 
-def unpack(module: nn.Module) -> None:
-    """Undo `pack`."""
+def unpack(module: nn.Module, *, only_read: bool = False) -> None:
+    """Undo `pack`; with `only_read` for layers whose plain weights were looked at, as they would be in every pass."""
     for parent, name, child in _children(module):
-        if isinstance(child, PackedLinear):
+        if isinstance(child, PackedLinear) and (child.read or not only_read):
             setattr(parent, name, child.unpacked())
 
 

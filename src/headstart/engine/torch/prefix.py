@@ -94,7 +94,7 @@ class PrefixBridge:
 
     def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt, identity=identity) as lease:
+        with self._cache.match(tokens, salt=salt, identity=identity, ahead=True) as lease:
             return lease.tokens
 
     def promote(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None) -> bool:

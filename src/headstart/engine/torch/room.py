@@ -71,18 +71,18 @@ class Rooms:
             grown = BranchKV(trunk, stays, own)
         self._counters.add("kv_grown")
         self._counters.add("kv_grown_tokens", sequence.computed - behind)
-        self.give_back(sequence)
+        self._let_go(sequence)
         sequence.kv = grown
         return True
 
     def give_back(self, sequence: Sequence) -> None:
-        """Let go of a request's KV; a save that still reads it is remembered."""
-        if sequence.saving is not None:
-            self.leaves(sequence.saving)
-        sequence.release_kv()
+        """Let go of a request's KV and copies of states; a save that still reads it is remembered."""
+        self._let_go(sequence)
+        sequence.release_states()
 
     def leaves(self, what: _Leaving) -> None:
         """Remember a save or load that may hold KV which nobody else does."""
+        self._leaving = [(begun_s, one) for begun_s, one in self._leaving if not one.done]
         if not what.done:
             self._leaving.append((time.monotonic(), what))
 
@@ -91,6 +91,11 @@ class Rooms:
         since_s = time.monotonic() - self._patience_s
         self._leaving = [(begun_s, what) for begun_s, what in self._leaving if not what.done]
         return any(begun_s > since_s for begun_s, _ in self._leaving)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.saving is not None:
+            self.leaves(sequence.saving)
+        sequence.release_kv()
 
     def _wanted(self, sequence: Sequence) -> int:
         """Return for how many tokens it gets room now. Who gave way before gets more: it would have to again."""

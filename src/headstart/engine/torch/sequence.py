@@ -167,6 +167,8 @@ class Sequence:
         kv, self.kv = self.kv, None
         if kv is not None:
             kv.release()
+
+    def release_states(self) -> None:
         for copy in self.boundaries.values():
             copy.release()
         self.boundaries = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from headstart.block.layout import layout_of
 from headstart.block.representation import Representation
@@ -64,6 +64,8 @@ class DeviceTier:
         self._writing = Writing(self._asking, counters)
         self._drain = Drain(self, members, self._writing)
         self._next_tended = 0
+        self._counted: dict[int, dict[str, int]] = {}  # by a device's serial, as last seen: counters stay when it goes
+        self._counting = Lock()
         self._closed = False
         self._stop = Event()
         self._look_s = look_s
@@ -284,13 +286,17 @@ class DeviceTier:
     def statistics(self) -> TierStatistics:
         if (only := self._asking.only()) is not None:
             return only.statistics()
-        each = tuple(map(_statistics, self.devices))
-        each += tuple(TierStatistics(name_of(one.id), 0, 0, 0, 0, 0, {}, paused="not there") for one in self._members.missing)
         counters = Counter(self._counters.snapshot())
+        with self._counting:
+            devices = self.devices
+            each = tuple(map(_statistics, devices))
+            self._counted |= {device.serial: one.counters for device, one in zip(devices, each, strict=True)}
+            for counted in self._counted.values():
+                counters.update(counted)
+        each += tuple(TierStatistics(name_of(one.id), 0, 0, 0, 0, 0, {}, paused="not there") for one in self._members.missing)
         classes: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
         for one in each:
-            counters.update(one.counters)
             classes.update(one.live_bytes_by_class)
             tenants.update(one.live_bytes_by_tenant)
         paused = [one.paused for one in each]

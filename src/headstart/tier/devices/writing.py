@@ -15,6 +15,7 @@ from headstart.tier.devices.asking import Asking
 from headstart.tier.devices.device import CHANGE_PATIENCE_S, Device
 from headstart.tier.devices.placer import Placer
 from headstart.tier.disk import DiskTier
+from headstart.tier.index import PREFIX_BYTES
 
 _ELSEWHERE = ("full", "stopped", "error")  # reasons for which another device may still take it
 
@@ -84,10 +85,8 @@ class Writing:
         def undo(outcome: WriteOutcome) -> None:
             # Its image was given to somebody else meanwhile, so what lies there may be anything (the checks would tell).
             if outcome.reason == "written" and device.tier is not None:
-                found = device.tier.locate(representation.digest, header.keys)
                 with suppress(StoreError, OSError):
-                    # Blocks before a state may lie elsewhere as well, rightly.
-                    device.tier.delete(found.ids()[-1:] if header.state_bytes else found.ids(), reason="corrupt")
+                    device.tier.delete(_alike(device.tier, representation, header), reason="corrupt")
 
         try:
             outcome = device.change(write, patience_s=CHANGE_PATIENCE_S, undo=undo)
@@ -118,3 +117,10 @@ class Writing:
     def _refused(self, reason: str) -> WriteOutcome:
         self._counters.add(f"write_failed_{reason}")
         return WriteOutcome(stored=False, reason=reason)
+
+
+def _alike(tier: DiskTier, representation: Representation, header: ExtentHeader) -> list[ExtentId]:
+    """Return the extents that are what `header` says. Blocks of it may lie in others as well, rightly."""
+    keys, state = tuple(key[:PREFIX_BYTES] for key in header.keys), header.state_bytes > 0
+    found = ((one, tier.info(one)) for one in tier.locate(representation.digest, header.keys).ids())
+    return [one for one, info in found if info is not None and (info.keys, info.state) == (keys, state)]

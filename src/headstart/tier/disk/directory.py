@@ -216,7 +216,7 @@ class Directory:
         try:
             marker = self._read_marker(path)
         except FileNotFoundError:
-            return self._write_marker()
+            return self._write_marker(_marker())
         if marker is None and self._holds_files():
             # A rotten marker is no reason to lose what lies beside it: segments and journals carry versions of their own.
             log.warning("disk tier %s: %s could not be read and is written anew", self.root, MARKER)
@@ -283,10 +283,15 @@ class Directory:
         return False
 
     def _rewrite_marker(self, path: Path) -> None:
-        """Write the marker anew in place: other processes may hold its lock. Torn, it is written anew once more."""
+        """Write the marker anew in place: other processes may hold its lock. Torn, it is written anew once more. What has
+        another name as well may be somebody else's file: it stays as it is, under that name."""
+        text = _marker()[:-1] + b" "  # whoever adds next measures anew: it may have been cut while somebody added
         handle = self._disk.open(path, "write")
         try:
-            text = _marker()[:-1] + b" "  # whoever adds next measures anew: it may have been cut while somebody added
+            if self._disk.facts(handle).links > 1:
+                self._write_marker(text)
+                self.rewritten += 1
+                return
             self._disk.write(handle, text, 0)
             self._disk.truncate(handle, len(text))
             self._disk.sync(handle)
@@ -294,10 +299,10 @@ class Directory:
         finally:
             self._disk.close(handle)
 
-    def _write_marker(self) -> None:
+    def _write_marker(self, text: bytes) -> None:
         temporary, handle = self.create_temporary(self.root)
         try:
-            self._disk.write(handle, _marker(), 0)
+            self._disk.write(handle, text, 0)
             self._disk.sync(handle)
             self._disk.rename(temporary, self.root / MARKER)
         except BaseException:

@@ -41,6 +41,7 @@ from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, 
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
+_HANGS_S = 15.0  # no change takes so long on a disk that answers, waiting for another process included
 ROOM_BYTES = 8192  # always left below the capacity: the file system's own blocks, and the next process's journal
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Store:
         self.whole_bytes: int | None = None  # what the tier may hold that this directory is a part of
         self._time = SteadyClock(clock, wall_clock)
         self._turn = Lock()
+        self._turn_since: float | None = None  # when whoever changes something began
         self._process = os.getpid()
         # (representation, whether they replace others) → the segment that takes its extents
         self.appending: dict[tuple[bytes, bool], Segment] = {}
@@ -312,6 +314,15 @@ class Store:
         return self.pauses.holds
 
     @property
+    def paused(self) -> str:
+        """Why nothing is stored now, "" where it is. Takes no lock: a disk that hangs in a write holds the turn."""
+        since = self._turn_since
+        took_s = 0.0 if since is None else self.clock() - since
+        if not self.pauses.why and took_s > _HANGS_S:
+            return f"a change has not ended in {took_s:.0f} s: the disk does not answer, or is very slow"
+        return self.pauses.why
+
+    @property
     def forked(self) -> bool:
         """Whether this is a forked child, which has the parent's locks and names: it must not change either."""
         return os.getpid() != self._process
@@ -329,8 +340,10 @@ class Store:
             yield False
             return
         try:
+            self._turn_since = self.clock()
             yield not (self._closed or self.forked or self.only_read)
         finally:
+            self._turn_since = None
             self._turn.release()
 
     # What goes with every change; in turn.

@@ -193,7 +193,6 @@ class DiskTier:
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
         _require_short(terms.retention)
-        _require_short(terms.tenant)
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
@@ -330,7 +329,7 @@ class DiskTier:
                 counters=self._counters.snapshot(),
                 live_bytes_by_class=store.books.bytes_by_class(),
                 live_bytes_by_tenant=store.books.bytes_by_tenant(),
-                paused=store.pauses.why,
+                paused=store.paused,
             )
 
     def check(self) -> list[Problem]:
