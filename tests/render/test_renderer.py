@@ -14,6 +14,7 @@ import pytest
 
 from headstart.errors import ContextLengthExceeded, ModelError, RequestError
 from headstart.render import Renderer
+from headstart.render.plain import load_plain
 from headstart.render.token_bytes import TokenBytes
 
 USER = {"role": "user", "content": "Größe 😀?"}
@@ -270,3 +271,71 @@ def test_tokens_of_any_other_tokenizer_are_as_they_decode() -> None:
     backend = Tokenizer(models.WordPiece({"the": 0, "##n": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     assert TokenBytes(backend)[0] == b"the"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_without_transformers_a_renderer_is_the_same(kind: str, tiny_model_folder: Callable[..., Path]) -> None:
+    folder = tiny_model_folder(kind)
+    light, full = Renderer.load(folder, light=True), Renderer.load(folder)
+    assert type(light._tokenizer).__name__ == "PlainTokenizer"
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+        {"role": "tool", "content": "<é>"},
+    ]
+    assert light.chat(messages, tools=[TOOL]) == full.chat(messages, tools=[TOOL])
+    assert light.completion("Größe <|im_end|> 😀") == full.completion("Größe <|im_end|> 😀")
+    assert (light.begin_id, light.stop_ids, light.vocabulary) == (full.begin_id, full.stop_ids, full.vocabulary)
+
+
+def test_templates_see_the_same_without_transformers(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "template")
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{%- for m in messages %}\n"
+        "    {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
+        "{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.name is defined }}|"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n"
+        "{%- endfor %}{{ tools | tojson(indent=1) }}{{ strftime_now('%Y') }}{% set ns = namespace(x=1) %}{{ ns.x }}"
+    )
+    messages = [
+        {"role": "system", "content": "x"},
+        {"role": "assistant", "content": "a\n", "reasoning": "r", "name": None},
+        {"role": "user", "content": " <&>'"},
+    ]
+    light, full = Renderer.load(folder, light=True), Renderer.load(folder)
+    assert light.write(messages, tools=[TOOL]) == full.write(messages, tools=[TOOL])
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('not me') }}")
+    for renderer in (Renderer.load(folder, light=True), Renderer.load(folder)):
+        with pytest.raises(RequestError, match="not me"):
+            renderer.write(messages)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tokenizer_class": "LlamaTokenizer"}, {"add_bos_token": True}, {"eos_token": "<none>"}, {"bos_token": {"content": 7}}],
+)
+def test_what_transformers_would_change_is_left_to_it(settings: dict[str, Any], tokenizer_folder: Path) -> None:
+    told = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
+    assert load_plain(tokenizer_folder, told) is not None
+    assert load_plain(tokenizer_folder, {**told, **settings}) is None
+
+
+def test_where_each_token_begins_is_told_over_all_parts_of_a_long_text(renderer: Renderer) -> None:
+    text = "the cache keeps what was computed once and reads it back. Größe 😀 " * 200
+    tokens = renderer.tokenise(text, special_tokens=False)
+    assert tokens.ids == renderer.completion(text)
+    for token, begin, end in list(zip(tokens.ids, tokens.begins, [*tokens.begins[1:], len(text)], strict=True))[-500:]:
+        if end > begin:
+            assert renderer.token_bytes(token) in text[begin:end].encode()
+
+
+@pytest.mark.real_model
+def test_the_demo_model_renders_the_same_without_transformers(smollm2_folder: Path) -> None:
+    light, full = Renderer.load(smollm2_folder, light=True), Renderer.load(smollm2_folder)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Größe 😀? " + "the handbook says so " * 300},
+    ]
+    assert light.chat(messages) == full.chat(messages)
+    assert light.begin_id == full.begin_id

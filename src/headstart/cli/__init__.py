@@ -2,7 +2,7 @@
 
 An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
 3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated; `cache` has three
-more. Tracebacks are for bugs.
+more, and `diff` one. Tracebacks are for bugs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
+    "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }

@@ -45,6 +45,25 @@ def pull_model(name: str, models_directory: Path, *, on_progress: Progress) -> M
     return _resolve(name, models_directory, on_progress, refresh=True)
 
 
+def resolve_tokenizer(name: str, models_directory: Path, *, on_progress: Progress) -> Path:
+    """Return a folder with the tokenizer and chat template of model `name`; its weights are neither needed nor fetched.
+
+    Raises ModelError (unknown, not reachable) or MissingExtra."""
+    path = Path(name).expanduser()
+    if name in ALIASES:
+        made = models_directory.expanduser() / name
+        if (made / "tokenizer.json").exists():
+            return made
+        return resolve_model(name, models_directory, on_progress=on_progress).path
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{name} is a file; give the folder that holds tokenizer.json", name=name)
+    if _HUB_NAME.fullmatch(name):
+        return _from_hub(name, on_progress, refresh=False, weights=False)
+    raise ModelError(_unknown(name), name=name)
+
+
 def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refresh: bool) -> ModelFolder:
     models_directory = models_directory.expanduser()
     digests = models_directory / "digests.json"
@@ -85,7 +104,7 @@ def _unknown(name: str) -> str:
     return f"unknown model {name!r}: {hint} A folder with config.json and *.safetensors, or org/name from the hub, works too"
 
 
-def _from_hub(name: str, on_progress: Progress, *, refresh: bool) -> Path:
+def _from_hub(name: str, on_progress: Progress, *, refresh: bool, weights: bool = True) -> Path:
     """The cached snapshot if it is whole, else the hub's. The hub's own client keeps its cache and shows its own bars."""
     try:
         from huggingface_hub import snapshot_download
@@ -100,11 +119,12 @@ def _from_hub(name: str, on_progress: Progress, *, refresh: bool) -> Path:
         except OSError:
             pass  # not cached
         else:
-            if _is_whole(cached):
+            if _is_whole(cached) if weights else (cached / "tokenizer.json").exists():
                 return cached
     on_progress("downloading", None)
+    unwanted = [] if weights else ["*.safetensors"]
     try:
-        fetch = partial(snapshot_download, name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_TWICE)
+        fetch = partial(snapshot_download, name, allow_patterns=_HUB_FILES, ignore_patterns=[*_HUB_TWICE, *unwanted])
         fetched = Path(fetch())
         if refresh and not _is_whole(fetched):
             fetched = Path(fetch(force_download=True))  # a file that is there is otherwise taken for good

@@ -5,8 +5,9 @@ A renderer does not change after it was loaded; any number of threads may use on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,21 @@ from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, Re
 from headstart.render.cutting import may_cut, parts_of
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
+from headstart.render.plain import load_plain
 from headstart.render.token_bytes import TokenBytes
 
 # Not every model's generation_config.json lists all tokens that end an answer. A text's end counts wherever it is in the
 # vocabulary, a turn's end only where the model's own template writes it.
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|eot|>", "</s>")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of a text, and the character of it with which each begins. Special tokens that were put before begin at 0."""
+
+    ids: list[int]
+    begins: list[int]
 
 
 class Renderer:
@@ -44,9 +54,11 @@ class Renderer:
         self.vocabulary = vocabulary
 
     @classmethod
-    def load(cls, folder: Path) -> Renderer:
-        """Return the renderer of the model in `folder`. Raises ModelError naming the file, or MissingExtra."""
-        tokenizer = _load_tokenizer(folder)
+    def load(cls, folder: Path, *, light: bool = False) -> Renderer:
+        """Return the renderer of the model in `folder`. Raises ModelError naming the file, or MissingExtra.
+
+        `light` leaves out transformers where that gives the same, which starts in a fraction of the time."""
+        tokenizer = _load_tokenizer(folder, light=light)
         config = _json(folder / "config.json")
         generation = _json(folder / "generation_config.json")
         ids = {tokenizer.eos_token_id, *_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
@@ -71,15 +83,37 @@ class Renderer:
         context_tokens: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation as the model's template writes it. Raises RequestError naming the place."""
+        text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        # The template has written the special tokens.
+        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
+
+    def write(
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation as the model's template writes it, or another `template`, with what more it is to
+        see in `arguments`. Raises RequestError naming the place."""
         normal = normal_messages(messages)
         described = normal_tools(tools)
-        if not self._tokenizer.chat_template:
+        if not (template or self._tokenizer.chat_template):
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                normal, tools=described, add_generation_prompt=add_generation_prompt, tokenize=False
+            return str(
+                self._tokenizer.apply_chat_template(
+                    normal,
+                    tools=described,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    chat_template=template,
+                    **(arguments or {}),
+                )
             )
         except RecursionError:
             raise RequestError(
@@ -87,8 +121,25 @@ class Renderer:
             ) from None  # its trace is thousands of lines
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from error
-        # The template has written the special tokens.
-        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
+
+    def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
+        """Return the ids of `text` and where each begins in it. Raises RequestError for what is no text."""
+        _text_bytes(text, param="prompt")
+        ids: list[int] = []
+        begins: list[int] = []
+        before = 0
+        parts = parts_of(text) if self._cuts and not special_tokens else [text]
+        for part, encoded in zip(parts, self._backend.encode_batch(parts, add_special_tokens=special_tokens), strict=True):
+            ids += encoded.ids
+            begins += [before + begin for begin, _ in encoded.offsets]
+            before += len(part)
+        return Tokens(ids, begins)
+
+    @property
+    def begin_id(self) -> int | None:
+        """The token that this tokenizer names as the beginning of a text."""
+        token = self._tokenizer.bos_token_id
+        return None if token is None else int(token)
 
     def warm_up(self) -> None:
         """Render and tokenise once, so that the first request does not pay for compiling the template."""
@@ -115,10 +166,7 @@ class Renderer:
         return self._token_bytes[token]
 
     def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
-        try:
-            text_bytes = len(text.encode())
-        except UnicodeEncodeError as error:  # a lone surrogate: "\ud800" is valid JSON and no text
-            raise RequestError(f"{param} holds {text[error.start]!a}, which is no character", param=param) from error
+        text_bytes = _text_bytes(text, param=param)
         if self._longest_token_bytes is not None:
             _refuse_too_long(text_bytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
         parts = parts_of(text) if self._cuts and not special_tokens else [text]
@@ -132,6 +180,13 @@ class Renderer:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocabulary:
                 raise RequestError(f"prompt[{i}] is {token!r}; a token id is 0 to {self.vocabulary - 1}", param=f"prompt[{i}]")
         return ids
+
+
+def _text_bytes(text: str, *, param: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:  # a lone surrogate: "\ud800" is valid JSON and no text
+        raise RequestError(f"{param} holds {text[error.start]!a}, which is no character", param=param) from error
 
 
 def _refuse_too_long(tokens: int, context_tokens: int | None, *, param: str, exact: bool) -> None:
@@ -161,17 +216,22 @@ def _longest_token_bytes(backend: Any) -> int | None:
     return max((len(token.encode()) for token in backend.get_vocab()), default=1) * shrinks
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(folder: Path, *, light: bool) -> Any:
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ModelError(f"{folder} has no tokenizer.json; fetch the model again, with its tokenizer", path=file)
     if "model" not in _json(file):
         raise ModelError(f"{file} describes no tokenizer; fetch the model again", path=file)
-    _json(folder / "tokenizer_config.json")
+    settings = _json(folder / "tokenizer_config.json")
     try:
+        if light and (plain := load_plain(folder, settings)) is not None:
+            return plain
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingExtra("rendering prompts needs transformers: pip install 'headstart[torch]'", extra="torch") from error
+        needed = "render" if light else "torch"
+        raise MissingExtra(f"rendering prompts needs transformers: pip install 'headstart[{needed}]'", extra=needed) from error
+    except Exception as error:  # as below
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {error}; fetch the model again", path=file) from error
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # tokenizers raises no narrower kind for a file that it cannot read

@@ -1,0 +1,95 @@
+"""`headstart diff`: where two prompts part, why, and what that costs. Needs no model's weights, and no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headstart.errors import RequestError
+
+if TYPE_CHECKING:
+    from headstart.diagnose.show import Prices
+
+DIFFERS = 8
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--model", metavar="MODEL", help="whose tokenizer and chat template to use; a folder with tokenizer.json is enough"
+)
+@click.option("--price", metavar="INPUT/CACHED", help="of a million input tokens, computed and cached, such as 3/0.3")
+@click.option("--prefill-rate", type=click.FloatRange(min=0, min_open=True), help="tokens of prompts computed in a second")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--config", "config_file", type=click.Path(dir_okay=False, path_type=Path), help="TOML file with settings")
+@click.option("--models-directory", metavar="DIRECTORY", help="where fetched and converted models lie")
+def diff(
+    a: str,
+    b: str,
+    model: str | None,
+    price: str | None,
+    prefill_rate: float | None,
+    as_json: bool,
+    config_file: Path | None,
+    models_directory: str | None,
+) -> int:
+    """Tell where prompt B leaves prompt A, and why. Each is a file with a request's JSON (OpenAI or Anthropic), a text, a JSON
+    list of token ids, a line of a log as FILE#ID, or - for standard input. Exit code 0: the same to the end of the shorter one;
+    8: they differ. Without --model the requests are compared by character, and positions in tokens are estimates."""
+    from headstart.diagnose.placing import side_of
+    from headstart.diagnose.report import report_of
+    from headstart.diagnose.show import json_of, lines_of
+    from headstart.diagnose.sources import read_source
+
+    if a == b == "-":
+        raise click.UsageError("only one of A and B can be standard input")
+    prices = _prices(price, prefill_rate)
+    sources = [read_source(name, read_stdin=sys.stdin.buffer.read) for name in (a, b)]
+    renderer = None
+    if model is not None:
+        from headstart.cli.progress import shown_progress
+        from headstart.cli.settings import chosen_config
+        from headstart.engine.models import resolve_tokenizer
+        from headstart.render import Renderer
+
+        config = chosen_config(config_file, {"models_directory": models_directory}, model=model)
+        with shown_progress() as on_progress:
+            folder = resolve_tokenizer(model, config.models_directory, on_progress=on_progress)
+        renderer = Renderer.load(folder, light=True)
+    elif len({source.ids is None for source in sources}) == 2:
+        raise RequestError("one side is token ids and the other is text; name the tokenizer with --model")
+    sides = []
+    for source in sources:
+        conversation = source.conversation(as_sent=renderer is None)
+        try:
+            sides.append(side_of(source.name, conversation, renderer))
+        except RequestError as error:
+            raise RequestError(f"{source.name}: {error.message}", param=error.param) from error
+    report = report_of(*sides, begin_id=None if renderer is None else renderer.begin_id)
+    if as_json:
+        click.echo(json.dumps(json_of(report, prices)))
+    else:
+        for line in lines_of(report, prices):
+            click.echo(line)
+    return DIFFERS if report.differs else 0
+
+
+def _prices(price: str | None, prefill_rate: float | None) -> Prices:
+    from headstart.diagnose.show import Prices
+
+    if price is None:
+        return Prices(prefill_tokens_s=prefill_rate)
+    try:
+        full, cached = (float(part) for part in price.split("/"))
+    except ValueError:
+        raise click.UsageError(f"--price is {price!r}; give two numbers, such as 3/0.3") from None
+    if not 0 <= cached <= full < float("inf"):
+        raise click.UsageError(
+            f"--price is {price!r}; cached tokens must not cost more than computed ones, nor less than nothing"
+        )
+    return Prices(full, cached, prefill_rate)

@@ -1,0 +1,115 @@
+"""The causes that make prompts part: stable codes, what to do about each, and what other servers call them.
+
+docs/causes.md has a heading for each.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Cause(StrEnum):
+    """Stable codes."""
+
+    BOS = "bos"
+    SAME_TEXT = "same_text"
+    TEMPLATE = "template_changed"
+    TOOLS_REORDERED = "tools_reordered"
+    TOOLS_RESERIALISED = "tools_reserialised"
+    TOOLS_CHANGED = "tools_changed"
+    TIME = "time"
+    ID = "id_or_counter"
+    HEADER = "request_header"
+    WHITESPACE = "whitespace"
+    UNICODE = "unicode_form"
+    JSON = "json_rewritten"
+    SHAPE = "content_shape"
+    REASONING = "reasoning_dropped"
+    EDITED = "history_edited"
+    SUMMARISED = "history_summarised"
+    TRUNCATED = "history_truncated"
+    SYSTEM = "system_changed"
+    IMAGE = "image_changed"
+    MODEL = "model_changed"
+    ADAPTER = "adapter_changed"
+    SALT = "salt_changed"
+    SHORT = "short_prefix"
+    OTHER = "other_text"
+
+
+FIXES = {
+    Cause.BOS: "let either the template or the tokenizer write the beginning-of-text token, not both: set add_special_tokens "
+    "to false for text that a template has rendered",
+    Cause.SAME_TEXT: "send token ids back as they were generated, or have every turn tokenised by the same tokenizer and in "
+    "the same pieces",
+    Cause.TEMPLATE: "use one template with the same arguments for every turn; a template that writes history otherwise than it "
+    "was generated needs mending",
+    Cause.TOOLS_REORDERED: "sort the tools, by name for instance, before they are sent",
+    Cause.TOOLS_RESERIALISED: "write each tool's schema once and send that same text every time",
+    Cause.TOOLS_CHANGED: "keep one list of tools for the whole conversation; forbid the use of one with tool_choice instead",
+    Cause.TIME: "move the time behind the part that stays the same, into the last message, or write only the date",
+    Cause.ID: "leave the id or counter out of the prompt, or move it into the last message",
+    Cause.HEADER: "remove the line from the prompt; with Claude Code set CLAUDE_CODE_ATTRIBUTION_HEADER=0",
+    Cause.WHITESPACE: "send earlier text byte for byte as before: no trimming, no other line ends",
+    Cause.UNICODE: "bring text into one form, NFC, once, where it enters, and remove invisible characters there",
+    Cause.JSON: "keep the JSON text as it was received or generated; where it is written again, always by the same writer",
+    Cause.SHAPE: "always send content in one shape, as a string or as a list of parts",
+    Cause.REASONING: "keep reasoning in the history, or never let it in; a template that drops it has an option to keep it, "
+    "such as preserve_thinking",
+    Cause.EDITED: "append to the history and leave earlier messages as they were",
+    Cause.SUMMARISED: "summarise rarely, and put the summary behind what stays the same",
+    Cause.TRUNCATED: "cut the history seldom and by much, rather than a little at every turn",
+    Cause.SYSTEM: "keep the system prompt the same; what changes belongs behind it, into a later message",
+    Cause.IMAGE: "send the same bytes of an image in every turn: no new size, format or address",
+    Cause.MODEL: "stay with one model for a conversation; what one has computed is of no use to another",
+    Cause.ADAPTER: "stay with one adapter for a conversation",
+    Cause.SALT: "use one salt, tenant or cache key for requests that may share",
+    Cause.SHORT: "nothing: prompts this short are not worth keeping",
+    Cause.OTHER: "nothing, if this is a new question; else put what stays the same before what changes",
+}
+
+# What other servers call it: OpenAI's prompt_cache_diagnostics.reason, and Anthropic's cache_miss_reason where it does not
+# follow from the place ("system_changed", "tools_changed", "messages_changed").
+_OPENAI = {
+    Cause.MODEL: "model_changed",
+    Cause.ADAPTER: "model_changed",
+    Cause.SALT: "prompt_cache_key_changed",
+    Cause.TOOLS_REORDERED: "tools_changed",
+    Cause.TOOLS_RESERIALISED: "tools_changed",
+    Cause.TOOLS_CHANGED: "tools_changed",
+    Cause.SUMMARISED: "context_compacted",
+    Cause.TRUNCATED: "context_compacted",
+}
+_ANTHROPIC = {
+    Cause.MODEL: "model_changed",
+    Cause.ADAPTER: "model_changed",
+    Cause.SALT: "unavailable",
+    Cause.TEMPLATE: "unavailable",
+}
+
+
+class Verdict(NamedTuple):
+    cause: Cause
+    evidence: str
+
+
+class Names(NamedTuple):
+    openai: str
+    anthropic: str
+
+
+def names_of(cause: Cause, *, in_tools: bool, in_system: bool) -> Names:
+    """Return what OpenAI and Anthropic call a miss with this cause at this place."""
+    openai = _OPENAI.get(cause, "tools_changed" if in_tools else "input_changed")
+    by_place = "tools_changed" if in_tools else "system_changed" if in_system else "messages_changed"
+    return Names(openai, _ANTHROPIC.get(cause, by_place))
+
+
+def told(value: object) -> str:
+    """Return a value for a sentence: quoted, and not too long."""
+    text = value if isinstance(value, str) else "not set" if value in (None, {}) else json.dumps(value, default=str)
+    if not isinstance(value, str):
+        return text
+    return repr(text if len(text) <= 60 else f"{text[:40]}…{text[-15:]}")
