@@ -332,8 +332,10 @@ def _moving_rope(config: Any) -> str | None:
 
 
 def _hides(config: Any) -> str | None:
-    """Return why the probe's short text would say nothing of a model."""
+    """Return what keeps a model from our attention and is known without the probe, or would not show in its short text."""
     text = config.get_text_config()
+    if text.model_type == "bloom" or getattr(getattr(text, "attn_config", text), "alibi", False):
+        return "its attention is biased by distance (ALiBi), which ours is not"
     types = set(getattr(text, "layer_types", None) or ())
     if others := types - _LAYER_TYPES:
         return f"it has layers of kind {', '.join(sorted(others))}"
