@@ -254,6 +254,7 @@ _WRITE = {
     "float": "write a number",
     "str": 'write a text in "quotes"',
 }
+_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -419,7 +420,10 @@ def _extra(kind: Any, name: str) -> Any:
 def _told(error: Exception) -> str:
     """Turn "Expected `int`, got `str`" into what to write instead."""
     text = str(error).replace("`", "")
-    text = text.replace("Invalid enum value", "it cannot be")
+    if text.startswith(("Invalid enum value", "Expected str matching")):
+        return "it is none of these"
+    if bound := re.fullmatch(r"Expected (int|float) (>=|<=|>|<) (\S+)", text):
+        return f"{_WRITE[bound[1]]} {_BOUNDS[bound[2]]} {bound[3]}"
     expected = re.fullmatch(r"Expected (\w+)(?: \| null)?(, got \w+)?", text)
     return _WRITE.get(expected[1], text) if expected else text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ def test_a_capacity_may_be_a_share_of_the_file_system(tmp_path: Path) -> None:
     with opened(tmp_path / "not" / "yet", capacity="1%") as cache:
         assert cache.warnings == ()
         assert cache.statistics().tiers[1].capacity_bytes > 1 << 20
+
+
+def test_the_start_line_tells_small_sizes_in_small_units(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), opened(tmp_path, capacity="64MiB", min_free="0"):
+        assert re.search(r"disk tier: 64 MiB of .* GiB at .*, keeps 0 KiB free, now \d+ KiB used", caplog.text)
 
 
 @pytest.mark.parametrize("broken", ["a file", "below a file", "too small"])

@@ -10,6 +10,7 @@ from cache_kit import SpotTier, cache_of, disk, prompt, spot
 
 from headstart.cache import promoting
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.cache.source import Source
 from headstart.testing.fake_kv import TINY, FakeDestination
 from headstart.tier.memory import MemoryTier
 
@@ -90,6 +91,19 @@ def test_what_is_promoted_is_nobodys_request_and_no_save_to_the_disk(
         assert after.get(name, 0) == before.get(name, 0)
     assert after["promoted_tokens"] == TOKENS
     assert kept == []  # a promise begins with a save, and not with a guess
+
+
+def test_one_that_cannot_be_started_does_not_end_all_promoting(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Source, "pool_of", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        cache.promote(prompt(TOKENS + 1).tokens, most_bytes=1 << 30)
+    monkeypatch.undo()
+    assert cache.promote(prompt(TOKENS + 1).tokens, most_bytes=1 << 30)
+    until(lambda: ended(cache))
+    assert where(cache) == {"memory": TOKENS}
 
 
 def test_without_a_memory_tier_nothing_is_promoted(slow: SpotTier) -> None:

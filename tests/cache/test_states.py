@@ -4,6 +4,7 @@ belongs even if the blocks are there already."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,20 @@ def test_a_state_of_another_prompt_is_not_handed_out(kind: str) -> None:
         with pytest.raises(LoadFailed):
             running.state(TIMEOUT_S)
         assert [fault.reason for fault in running.faults] == ["collision" if kind == "tokens" else "stale"]
+        lease.release()
+
+
+def test_a_state_in_an_extent_of_another_size_than_its_tier_says_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk()
+    with opened(tier) as cache:
+        kv = stored(cache, 4)
+        lease = match(cache, kv)
+        found = tier.shape(state_extent(tier, kv, 4))
+        monkeypatch.setattr(tier, "shape", lambda _: replace(found, extent_bytes=found.extent_bytes + 4096), raising=False)
+        running = lease.load(FakeDestination(STATEFUL, 4), 256)
+        with pytest.raises(LoadFailed, match="another size"):
+            running.state(TIMEOUT_S)
+        assert [fault.reason for fault in running.faults] == ["stale"]
         lease.release()
 
 

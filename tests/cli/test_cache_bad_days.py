@@ -70,7 +70,7 @@ def test_what_is_to_stay_free_is_not_taken_by_an_import(
     family(kv_root)
     run("export", "--all", tmp_path / "all.hs", "--directory", kv_root)
     (tmp_path / "other").mkdir()
-    monkeypatch.setenv("HEADSTART_CACHE_MIN_FREE", "100%")
+    monkeypatch.setenv("HEADSTART_CACHE_MIN_FREE", "99.99999%")
     taken = run.json("import", tmp_path / "all.hs", "--directory", tmp_path / "other", code=5)
     assert taken["stored"] == 0
     assert any("cache.min_free" in reason for reason in taken["left_out"])
@@ -130,7 +130,7 @@ def test_an_export_does_without_second_names(tmp_path: Path, kv_root: Path, run:
 def test_stat_tells_why_a_server_stores_nothing(kv_root: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     family(kv_root)
     assert run.json("stat", "--directory", kv_root)["devices"][0]["paused"] == ""
-    monkeypatch.setenv("HEADSTART_CACHE_MIN_FREE", "100%")
+    monkeypatch.setenv("HEADSTART_CACHE_MIN_FREE", "99.99999%")
     assert "not storing  cache.min_free keeps" in run("stat", "--directory", kv_root)
     monkeypatch.undo()
     monkeypatch.setattr(looking.os, "ST_RDONLY", -1)

@@ -348,6 +348,15 @@ def test_states_move_with_the_blocks_that_they_stand_behind(tmp_path: Path, othe
     assert (found_behind(other, prompt), found_behind(tmp_path / "kv", prompt)) == ([0, 3, 6, 8], [0])
 
 
+def test_a_pinned_prefix_is_pinned_with_its_states(tmp_path: Path, run: Run) -> None:
+    prompt = with_states(tmp_path / "kv")
+    here = ("--directory", tmp_path / "kv")
+    for command, pinned in (("pin", 4), ("unpin", 0)):
+        run(command, key_of(prompt), *here)
+        with tier_at(tmp_path / "kv") as tier:
+            assert sum(info.pinned_until_ms is not None for info in tier.scan()) == pinned
+
+
 def test_a_state_with_a_changed_byte_is_found_and_dropped(tmp_path: Path, run: Run) -> None:
     prompt = with_states(tmp_path / "kv")
     (segment,) = (tmp_path / "kv").rglob("*.seg")

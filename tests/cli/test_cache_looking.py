@@ -125,6 +125,7 @@ def test_stat_and_du_count_each_extent_once(tmp_path: Path, run: Run) -> None:
         live = tier.statistics().live_bytes
     stat = run.json("stat", "--directory", tmp_path / "kv")
     assert (stat["live_bytes"], stat["prefixes"]) == (live, 3)
+    assert f"prefixes       3, 0 pinned; {stat['tokens']:,} tokens stored" in run("stat", "--directory", tmp_path / "kv")
     for name in ("class", "tenant", "representation"):
         assert sum(stat[f"live_bytes_by_{name}"].values()) == live
     du = run.json("du", "--directory", tmp_path / "kv")

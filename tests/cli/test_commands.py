@@ -43,6 +43,7 @@ def test_every_setting_of_a_server_is_a_flag_of_serve(capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     for key, setting in settings().items():
         assert key == "model" or f"  {setting.flag} " in text
+    assert "[default: ]" not in text
 
 
 def test_version_can_be_read_by_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ class Service:
                 if len(self._flights) == 1
                 else f"{len(self._flights)} requests still run, they have"
             )
-            log.info("shutting down: %s %g seconds", running, timeout_s)
+            log.info("shutting down: %s %g seconds; Ctrl-C again ends at once", running, timeout_s)
         ends = time.monotonic() + timeout_s
         while (self._flights or self._preparing) and time.monotonic() < ends:
             await asyncio.sleep(0.05)

@@ -45,7 +45,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 logged = disk.warnings
                 write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
         except (StoreError, OSError, ValueError) as error:
-            warnings.append(f"no disk tier, so prompts are forgotten with the process: {error}")
+            warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     for warning in warnings:
         _log.warning("%s", warning)
     return PrefixCache(
@@ -104,5 +104,6 @@ def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | Non
 
 
 def _size(nbytes: int) -> str:
-    """Return a size for people: GiB from one on, else MiB."""
-    return f"{nbytes / (1 << 30):,.4g} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.4g} MiB"
+    """Return a size for people, in the largest of KiB, MiB and GiB of which it has one."""
+    name, unit = next((one for one in (("GiB", 1 << 30), ("MiB", 1 << 20)) if nbytes >= one[1]), ("KiB", 1 << 10))
+    return f"{nbytes / unit:,.4g} {name}"

@@ -123,7 +123,13 @@ class _Run:
                 return
             self._save(end, part).add_done_callback(saved)
 
-        self._lease.load(part, self._first, end, behind=True).add_done_callback(read)
+        try:
+            load = self._lease.load(part, self._first, end, behind=True)
+        except BaseException:  # or the extents would be leased for ever
+            region.release()
+            self._promoter._ended(self._lease, self._first - self._begun)
+            raise
+        load.add_done_callback(read)
 
 
 class _Part:

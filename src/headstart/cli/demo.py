@@ -96,7 +96,7 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
         server.start(on_progress=stages)
         say("first request: the whole prompt is computed …")
         cold = server.ask(messages_for(FIRST_QUESTION), max_tokens=MAX_TOKENS)
-        say(f"  first token after {cold.first_token_s:.2f} s; prompt {cold.usage['prompt_tokens']} tokens")
+        say(f"  first token after {cold.first_token_s:.2f} s; prompt {cold.usage['prompt_tokens']:,} tokens")
         _wait_until_saved(server)
         hits: list[Answer] = []
         bytes_read: list[int] = []
@@ -114,7 +114,9 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
             hits.append(answer)
             bytes_read.append(int(server.metric("headstart_load_bytes_read_total")))
             disk_times.append(_read_alone(segments, bytes_read[-1]))
-            say(f"  first token after {answer.first_token_s:.2f} s, {answer.usage['prompt_cache_hit_tokens']} tokens from disk")
+            usage = answer.usage
+            told = f"prompt {usage['prompt_tokens']:,} tokens, {usage['prompt_cache_hit_tokens']:,} of them from disk"
+            say(f"  first token after {answer.first_token_s:.2f} s; {told}")
         server.kill()
         say("the same question with the cache off …")
         plain = ServerProcess([model, "--no-cache"], log=log)

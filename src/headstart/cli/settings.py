@@ -40,5 +40,5 @@ def _option(setting: Setting) -> Callable[[Command], Command]:
         return click.option(setting.flag, name, flag_value=False, type=bool, default=None, help=f"do not {setting.help}")
     if setting.switches_on:
         return click.option(setting.flag, name, flag_value=True, type=bool, default=None, help=setting.help)
-    default = "" if setting.default is None else f"  [default: {setting.default}]"
+    default = "" if setting.default in (None, "") else f"  [default: {setting.default}]"
     return click.option(setting.flag, name, metavar=setting.metavar, help=setting.help + default)

@@ -110,6 +110,7 @@ class _StateHead(_Reading):
         self.fill(0, head)
         header = decode_header(bytes(head), self._representation)
         layout = header.layout(self._representation)
+        # Before memory is taken for what a header says: a wrong writer's says anything.
         if (layout.header_bytes, layout.extent_bytes) != (shape.header_bytes, shape.extent_bytes):
             raise ExtentCorrupt(f"extent {span.extent} has another size than the tier says", reason="stale")
         if header.keys[-1] != span.key or not header.state_bytes:

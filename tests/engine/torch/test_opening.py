@@ -17,7 +17,7 @@ from reference import ask, some_tokens
 from headstart.config import CacheConfig, Config, EngineConfig
 from headstart.engine.torch import open_engine, opening
 from headstart.engine.torch.engine import TorchEngine
-from headstart.errors import ConfigError, ModelError
+from headstart.errors import ConfigError, HeadstartError, ModelError
 from headstart.policy.placement import Room
 
 Folders = Callable[..., Path]
@@ -139,6 +139,18 @@ def test_a_cache_directory_that_cannot_be_used_does_not_stop_the_engine(tiny_mod
 def test_a_size_that_is_no_size_is_a_configuration_error(tiny_model_folder: Folders, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         _open(tiny_model_folder("llama"), _config(tmp_path, kv_memory="plenty"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [({"device": "cuda:99"}, "this machine has: auto"), ({"adapters": "sql=/nothing"}, "/nothing/adapter_config")],
+)
+def test_what_is_not_there_is_told_before_the_weights_are_read(
+    tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str], says: str
+) -> None:
+    monkeypatch.setattr(opening, "_load_identified", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(HeadstartError, match=says):
+        _open(tiny_model_folder("llama"), _config(tmp_path, **setting))
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "config.json"])

@@ -44,7 +44,8 @@ def pin(
         if until_ms is not None and until_ms <= cached.now_ms:
             raise click.BadParameter("that time is over; give a later one")
         spots = [spot for key in keys for spot in cached.named(key)]
-        wanted = cached.prefixes.order({i for spot in spots for i in cached.prefixes.chain(spot)})
+        chains = {i for spot in spots for i in cached.prefixes.chain(spot)}
+        wanted = cached.prefixes.order(chains | cached.prefixes.states_of(chains))
         kept: set[int] = set()
         with cached.opened(wanted, pinning=True) as found:
             for tier, some in found:
@@ -82,8 +83,10 @@ def unpin(keys: tuple[str, ...], directories: tuple[Path, ...], config_file: Pat
         prefixes = cached.prefixes
         spots = [spot for key in keys for spot in cached.named(key)]
         mine = {i for spot in spots for i in prefixes.chain(spot)}
+        mine |= prefixes.states_of(mine)
         others = (i for i, info in enumerate(cached.extents) if i not in mine and is_pinned(info, cached.now_ms))
         needed = {before for i in others for before in prefixes.chain(Spot(i, 0))}
+        needed |= prefixes.states_of(needed)
         with cached.opened(mine - needed) as found:
             for tier, some in found:
                 tier.unpin([here.id for here in some.values()])

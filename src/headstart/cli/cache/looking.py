@@ -252,8 +252,9 @@ def _tell(facts: dict[str, Any]) -> None:
 @click.command()
 @cache_options
 def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
-    """Tell how full the cache is, and of what. What is counted while it runs (hits, bytes written, and these for each
-    token that hit) a server tells at its /metrics."""
+    """Tell how full the cache is, and of what. Capacity and room are judged by the configuration given here: where a server
+    has another (a file, flags), give it too. What is counted while it runs (hits, bytes written, and these for each token
+    that hit) a server tells at its /metrics."""
     with looked(directories, config_file) as cached:
         facts = _stat(cached)
     if as_json:
@@ -276,7 +277,7 @@ def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool)
                 f"  not seen     {so_many(device['unexplained_files'], 'file', 'files')} of which no journal speaks; "
                 "the next opening reads what is there"
             )
-    click.echo(f"prefixes       {facts['prefixes']} of {facts['tokens']} stored tokens, {facts['pinned_prefixes']} pinned")
+    click.echo(f"prefixes       {facts['prefixes']:,}, {facts['pinned_prefixes']:,} pinned; {facts['tokens']:,} tokens stored")
     for name in ("class", "tenant", "representation"):
         for value, nbytes in facts[f"live_bytes_by_{name}"].items():
             click.echo(f"{name:14} {value or '-'}: {as_bytes(nbytes)}")

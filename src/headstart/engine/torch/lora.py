@@ -66,8 +66,13 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         config = json.loads(file.read_bytes())
         content = weights.read_bytes()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is no adapter in peft's format with safetensors: {error}", path=folder) from error
+    except OSError as error:
+        raise ModelError(
+            f"{error.filename} cannot be read: {error.strerror}; name a folder with an adapter in peft's format",
+            path=folder,
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}; write the adapter anew", path=file) from error
     if not isinstance(config, dict) or (why := _unserved(config)) is not None:
         raise ModelError(f"{file}: {why}; merge the adapter into its base model, and serve that", path=file)
     from safetensors import SafetensorError

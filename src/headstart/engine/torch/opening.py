@@ -16,9 +16,9 @@ from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.hardware import available_bytes, keep_freed_memory, use_physical_cores
+from headstart.engine.torch.hardware import available_bytes, choose_device, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
-from headstart.engine.torch.lora import Adapters, read_adapter
+from headstart.engine.torch.lora import Adapter, Adapters, read_adapter
 from headstart.engine.torch.model import Model, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
@@ -36,8 +36,9 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     """See `headstart.engine.torch.open_engine`."""
     use_physical_cores()
     keep_freed_memory()
+    choose_device(config.engine.device)  # what is wrong with little things is told before the weights are read, for minutes
+    adapters = {name: read_adapter(path) for name, path in parse_adapters(config.engine.adapters).items()}
     identity, model = _load_identified(folder, config, on_progress)
-    adapters = parse_adapters(config.engine.adapters)
     if adapters:
         _add_adapters(model, adapters)
     if config.engine.deterministic:
@@ -82,12 +83,12 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     return engine
 
 
-def _add_adapters(model: Model, folders: dict[str, Path]) -> None:
+def _add_adapters(model: Model, adapters: dict[str, Adapter]) -> None:
     if isinstance(model, StockModel) or model.mixers is not None or any(layer.latent for layer in model.shape.layers):
         raise ModelError(f"adapters are not served with {model.name}, which is not plain attention; leave engine.adapters out")
-    if model.name in folders:
+    if model.name in adapters:
         raise ConfigError(f"engine.adapters: {model.name!r} is the model's own name; take another", key="engine.adapters")
-    model.adapters = Adapters(model.module, {name: read_adapter(folder) for name, folder in folders.items()})
+    model.adapters = Adapters(model.module, adapters)
 
 
 def _load_identified(
