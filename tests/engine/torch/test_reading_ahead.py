@@ -174,3 +174,35 @@ def test_what_was_read_ahead_is_a_hit_once_its_request_runs(model: TorchModel, c
         finish(engine, answer)
         assert answer.result().receipt.cached_disk_tokens == 192  # type: ignore[union-attr]
         assert engine.load().counters["cached_disk_tokens"] == 192
+
+
+@pytest.mark.parametrize("taken_back", [False, True])
+def test_who_gave_way_keeps_its_hit_whatever_is_read_ahead_for_it(
+    model: TorchModel, cache: HeldCache, taken_back: bool
+) -> None:
+    with stepped(model, cache=cache, max_running=1) as engine:
+        finish(engine, ask(engine, PROMPT, 5))
+        answer = ask(engine, PROMPT, 150)
+        engine._take_mail()
+        engine._admission.admit()
+        for load in cache.loads:
+            load.bring(*LAYERS)
+            load.end(192)
+        engine._round()
+        busy = ask(engine, some_tokens(20, seed=3), 300, id="busy", use_cache=False, priority=1)
+        for _ in range(2):
+            engine._round()
+        assert len(cache.loads) == 2  # of what it had; read ahead
+        cache.loads[-1].bring(*LAYERS)
+        cache.loads[-1].end(192)
+        engine._round()
+        if taken_back:
+            assert engine._preemption.take_back()
+        engine.abort("busy")
+        engine._round()
+        for load in cache.loads[2:]:
+            load.bring(*LAYERS)
+            load.end(192)
+        finish(engine, busy, answer)
+        assert answer.result().receipt.cached_disk_tokens == 192  # type: ignore[union-attr]
+        assert engine.load().counters["cached_disk_tokens"] == 192

@@ -38,7 +38,7 @@ class Boundaries:
     def entered(self, sequence: Sequence) -> None:
         """Copy the state that a load has brought, before a pass goes on from it: what was read from a slow tier is saved to the
         faster ones as well."""
-        loaded = sequence.cached_memory_tokens + sequence.cached_disk_tokens if sequence.load is None else sequence.computed
+        loaded = sequence.cached_tokens if sequence.load is None else sequence.computed
         if loaded and loaded == sequence.computed > sequence.saved and loaded not in sequence.boundaries:
             self._keep(sequence)
 

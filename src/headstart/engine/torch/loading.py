@@ -188,7 +188,10 @@ class Loads:
             self.count_hit(sequence)
 
     def count_hit(self, sequence: Sequence) -> None:
-        """Count what was found for a request that runs; of one that waits it may be taken back, and is no hit yet."""
+        """Count what was found for a request that runs, once; of one that waits it may be taken back, and is no hit yet."""
+        if sequence.hit_counted or not sequence.cached_tokens:
+            return
+        sequence.hit_counted = True
         self._counters.add("cached_memory_tokens", sequence.cached_memory_tokens)
         self._counters.add("cached_disk_tokens", sequence.cached_disk_tokens)
 

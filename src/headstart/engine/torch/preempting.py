@@ -50,7 +50,9 @@ class Preemption:
         loser = max(holding, key=lambda one: one.standing.rank)
         self._loads.drop(loser)
         self._rooms.give_back(loser)
-        loser.computed = loser.cached_memory_tokens = loser.cached_disk_tokens = 0
+        loser.computed = 0
+        if not loser.hit_counted:  # else it is what it found before it gave way
+            loser.cached_memory_tokens = loser.cached_disk_tokens = 0
         self._counters.add("read_ahead_in_vain")
         return True
 

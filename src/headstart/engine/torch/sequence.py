@@ -73,12 +73,17 @@ class Sequence:
     bytes_read: int = 0
     cached_memory_tokens: int = 0
     cached_disk_tokens: int = 0
+    hit_counted: bool = False  # these two are in the engine's counters
     decision: LoadDecision = field(default_factory=lambda: LoadDecision("miss"))
     notes: list[str] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_memory_tokens + self.cached_disk_tokens
 
     @property
     def over(self) -> bool:
