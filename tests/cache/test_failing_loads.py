@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -328,3 +329,23 @@ def test_loads_that_only_memory_serves_verify_nothing_twice() -> None:
         extent = next(iter(tier._extents.values()))
         np.frombuffer(extent.region.view, np.uint8)[-1] ^= 1
         assert load(cache, kv).usable_tokens == 8 * 64
+
+
+@pytest.mark.parametrize("field", ["header_bytes", "extent_bytes"])
+def test_an_extent_of_another_size_than_its_tier_says_is_a_miss_and_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    tier = disk()
+    kv = prompt(641)
+    with cache_of(tier) as cache:
+        save(cache, kv)
+        (info,) = tier.scan()
+        found = tier.shape(info.id)
+        wrong = replace(found, **{field: getattr(found, field) + 4096})
+        monkeypatch.setattr(tier, "shape", lambda _: wrong, raising=False)
+        loaded = load(cache, kv)
+        assert (loaded.usable_tokens, loaded.wrong) == (0, [])
+        assert [fault.reason for fault in loaded.load.faults] == ["stale"]
+        monkeypatch.undo()
+        assert save(cache, kv).reason is None  # which deletes it first
+        assert load(cache, kv).usable_tokens == 640
