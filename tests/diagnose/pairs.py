@@ -335,7 +335,7 @@ def namespaces(r: random.Random) -> Iterator[Pair]:
         return {**body(), **fields}
 
     yield Pair("model", with_field(model="one"), with_field(model="two"), Cause.MODEL, "model")
-    yield Pair("adapter", with_field(lora="one"), body(), Cause.ADAPTER, "the adapter")
+    yield Pair("adapter", with_field(lora="one"), body(), Cause.ADAPTER, "lora")
     yield Pair("salt", with_field(cache_salt="x"), with_field(cache_salt="y"), Cause.SALT, "cache_salt")
     yield Pair("tenant", with_field(user_id="x"), body(), Cause.SALT, "user_id")
     yield Pair("key", with_field(prompt_cache_key="x"), body(), Cause.SALT, "prompt_cache_key", only=("as sent",))

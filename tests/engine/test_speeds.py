@@ -127,6 +127,8 @@ def test_how_far_estimates_were_off_is_counted() -> None:
     counters = Counters()
     speeds = Speeds(counters, chunk_tokens=1024)
     speeds.passed(100, 0.0, 1.0)
+    assert counters.snapshot() == {}
+    assert speeds.computing is not None
     speeds.passed(100, 0.0, 1.5)
     speeds.loaded(0.5, estimate_s=0.75)
     assert counters.snapshot() == {

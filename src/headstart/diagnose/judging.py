@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from headstart.diagnose.causes import Cause, Verdict, told
 from headstart.diagnose.differences import Difference, at_tools, index_of, role_of
@@ -29,20 +29,24 @@ def verdict_of(difference: Difference, *, begin_id: int | None) -> Verdict:
     return Verdict(Cause.OTHER, "nothing explains the difference but another text")
 
 
-def namespace_verdicts(a: Conversation, b: Conversation, *, exact: bool) -> list[Verdict]:
-    """Return what keeps the two requests from sharing anything, whatever their tokens are.
+class Apart(NamedTuple):
+    """A field at `path` that keeps two requests from sharing anything."""
+
+    path: str
+    verdict: Verdict
+
+
+def apart(a: Conversation, b: Conversation, *, exact: bool) -> Iterator[Apart]:
+    """Yield what keeps the two requests from sharing anything, whatever their tokens are.
 
     A prompt_cache_key is a hint for routing and keeps nothing apart here, but does where it is somebody else's server."""
-    found = []
     if a.model and b.model and a.model != b.model:
-        found.append(Verdict(Cause.MODEL, f"model is {a.model!r} in A and {b.model!r} in B"))
-    if a.adapter != b.adapter:
-        found.append(Verdict(Cause.ADAPTER, f"the adapter is {told(a.adapter)} in A and {told(b.adapter)} in B"))
-    for name in sorted(a.namespace.keys() | b.namespace.keys()):
-        ours, theirs = a.namespace.get(name), b.namespace.get(name)
-        if ours != theirs and not (name == "metadata.user_id" or (exact and name == "prompt_cache_key")):
-            found.append(Verdict(Cause.SALT, f"{name} is {told(ours)} in A and {told(theirs)} in B"))
-    return found
+        yield Apart("model", Verdict(Cause.MODEL, f"the model is {told(a.model)} in A and {told(b.model)} in B"))
+    for cause, ours, theirs in ((Cause.ADAPTER, a.adapter, b.adapter), (Cause.SALT, a.namespace, b.namespace)):
+        for name in sorted(ours.keys() | theirs.keys()):
+            x, y = ours.get(name), theirs.get(name)
+            if x != y and not (exact and name == "prompt_cache_key"):
+                yield Apart(name, Verdict(cause, f"{name} is {told(x)} in A and {told(y)} in B"))
 
 
 def _begin_or_same_text(begin_id: int | None) -> Callable[[Difference], Verdict | None]:
@@ -274,28 +278,40 @@ def _history(d: Difference) -> Verdict | None:
         i = j = n  # the message before parts in what the template shows behind it, if at all
     if {a[i]["role"], b[j]["role"]} <= {"system", "developer"}:
         return Verdict(Cause.SYSTEM, f"{d.a_place.path or d.b_place.path} has another text")
-    rest_a, rest_b = a[i:], b[j:]
-    dropped = next((n for n in range(1, len(rest_a)) if rest_a[n : n + 2] == rest_b[: min(2, len(rest_a) - n)]), None)
-    if dropped is not None:
-        return Verdict(Cause.TRUNCATED, f"{dropped} messages from {_path(d.a, i)} on are gone in B")
-    for n in range(1, len(rest_a)):
-        m = next((m for m in range(1, min(n, len(rest_b))) if rest_b[m] == rest_a[n]), None)
-        if m is not None:
-            return Verdict(Cause.SUMMARISED, f"{n} messages from {_path(d.a, i)} on are {m} in B")
-    if len(rest_b) < len(rest_a) and _SUMMARY.search(str(rest_b[0].get("content"))[:400]):
-        return Verdict(Cause.SUMMARISED, f"{len(rest_a)} messages from {_path(d.a, i)} on are {len(rest_b)} in B")
-    if rest_a[0] in rest_b[1:]:
-        return Verdict(Cause.EDITED, f"{rest_b.index(rest_a[0])} messages were put in before {_path(d.a, i)}")
-    last = i == len(a) - 1
-    if last and a[i]["role"] == "user":
+    m = min(i, j)
+    if a[m] != b[m] and a[m]["role"] == b[m]["role"] and a[m + 1 : m + 3] == b[m + 1 : m + 3] != []:
+        i = j = m  # one message has changed where it stands, however its text meets the other's
+    else:
+        verdict = _moved(d.a, i, a[i:], b[j:])
+        if verdict is not None:
+            return verdict
+    if i == len(a) - 1 and (a[i]["role"] == "user" or j == len(b) - 1):
         return Verdict(Cause.OTHER, "the last message of A has another text in B")
-    if last and j == len(b) - 1:
-        return Verdict(Cause.OTHER, "the last messages are different")
-    sizes = [len(str(message.get("content") or "")) for message in (a[i], b[j])]
-    shorter = " and is shorter" if sizes[1] < 0.8 * sizes[0] else ""
     if _SUMMARY.search(str(b[j].get("content"))[:400]) and not _SUMMARY.search(str(a[i].get("content"))[:400]):
         return Verdict(Cause.SUMMARISED, f"{_path(d.a, i)} is a summary in B")
-    return Verdict(Cause.EDITED, f"{_path(d.a, i)}, a {a[i]['role']} message, has another text in B{shorter}")
+    sizes = [len(str(message.get("content") or "")) for message in (a[i], b[j])]
+    shorter = " and is shorter" if sizes[1] < 0.8 * sizes[0] else ""
+    return Verdict(Cause.EDITED, f"{_path(d.a, i)}, of role {a[i]['role']}, has another text in B{shorter}")
+
+
+def _moved(side: Side, i: int, a: list[dict[str, Any]], b: list[dict[str, Any]]) -> Verdict | None:
+    """Judge by where the messages of A from the `i`th on, and those of B, are the same again."""
+    dropped = next((n for n in range(1, len(a)) if a[n : n + 2] == b[: min(2, len(a) - n)]), None)
+    if dropped is not None:
+        return Verdict(Cause.TRUNCATED, f"{_messages(dropped)} from {_path(side, i)} on are gone in B")
+    for n in range(1, len(a)):
+        m = next((m for m in range(1, min(n, len(b))) if b[m] == a[n]), None)
+        if m is not None:
+            return Verdict(Cause.SUMMARISED, f"{_messages(n)} from {_path(side, i)} on have become {_messages(m)} in B")
+    if len(b) < len(a) and _SUMMARY.search(str(b[0].get("content"))[:400]):
+        return Verdict(Cause.SUMMARISED, f"{_messages(len(a))} from {_path(side, i)} on have become {_messages(len(b))} in B")
+    if a[0] in b[1:]:
+        return Verdict(Cause.EDITED, f"before {_path(side, i)} there are new in B: {_messages(b.index(a[0]))}")
+    return None
+
+
+def _messages(n: int) -> str:
+    return "1 message" if n == 1 else f"{n} messages"
 
 
 def _path(side: Side, n: int) -> str:

@@ -16,7 +16,7 @@ import copy
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,7 @@ from headstart.render import Renderer
 ESTIMATED_BYTES = 4  # of text in a token, where no tokenizer is known
 _MARKS = range(0xF0000, 0xFFFFE)  # a plane for private use: 65,534 characters
 _MARK = re.compile("([\U000f0000-\U000ffffd])")
-_TOGETHER = len(_MARKS) // 4  # pieces marked at once; where the text has marks of its own, there are fewer
+_RENDERS = 256
 _INSIDE = 64  # places tried within a text that its template cuts
 _OWN = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template"}  # not for a request to set
 
@@ -234,69 +234,73 @@ def _rendered(conversation: Conversation, renderer: Renderer) -> tuple[str, list
 
 
 class _Marking:
-    """Finds pieces in `text`, which `write` made of the conversation."""
+    """Finds pieces in `text`, which `write` made of the conversation. Renders at most `_RENDERS` times; what is not found by
+    then is named by its neighbours."""
 
-    def __init__(self, conversation: Conversation, text: str, write: Any) -> None:
-        self._conversation = conversation
+    def __init__(self, conversation: Conversation, text: str, write: Callable[[Any, Any], str]) -> None:
+        self._document = {"messages": conversation.messages, "tools": conversation.tools}
         self._text = text
         self._write = write
+        self._renders = _RENDERS
         used = set(_MARK.findall(text)).union(*(_MARK.findall(piece.text) for piece in conversation.pieces))
-        self._free = [chr(code) for code in _MARKS if chr(code) not in used] if used else None
+        self._marks: Sequence[str] | _Marks = [chr(code) for code in _MARKS if chr(code) not in used] if used else _Marks()
 
     def spans_of(self, pieces: Sequence[Piece]) -> Iterator[Span]:
-        """Yield where `pieces` are: together if their marks change nothing, else by halves, at last one by one."""
+        """Yield where `pieces` are."""
+        cut: list[Piece] = []
+        for spans, in_part in self._whole(pieces):
+            yield from spans
+            cut += in_part
+        points = [(piece, place, place) for piece in cut for place in _places_in(piece.text)]
+        seen: dict[int, list[Span]] = {}
+        for spans in self._points(points):
+            for span in spans:
+                seen.setdefault(id(span.piece), []).append(span)
+        for found in seen.values():
+            for one, two in pairwise(sorted(found, key=lambda span: span.offset)):
+                if self._text[one.begin : two.begin] == one.piece.text[one.offset : two.offset]:
+                    yield Span(one.begin, two.begin, one.piece, one.offset)
+
+    def _whole(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[Span], list[Piece]]]:
+        """Yield where pieces are and which are there in part: all at once if their marks change nothing, else by halves."""
         if not pieces:
             return
-        found = self._found([(piece, 0, len(piece.text)) for piece in pieces]) if len(pieces) <= _TOGETHER else None
-        if found is None and len(pieces) > 1:
+        found = self._found([(piece, 0, len(piece.text)) for piece in pieces])
+        if found is None:  # a template that trims leaves a text between its first and its last word
+            found = self._found([(one, len(one.text) - len(one.text.lstrip()), len(one.text.rstrip())) for one in pieces])
+        if found is not None:
+            yield found
+        elif len(pieces) > 1:
             half = len(pieces) // 2
-            yield from self.spans_of(pieces[:half])
-            yield from self.spans_of(pieces[half:])
-            return
-        if found is None:
-            # A template that trims leaves the text between its first and its last word.
-            (piece,) = pieces
-            begin, end = len(piece.text) - len(piece.text.lstrip()), len(piece.text.rstrip())
-            found = self._found([(piece, begin, end)]) if begin < end else None
-        spans, cut = ([], [*pieces]) if found is None else found
-        yield from spans
-        for piece in cut:
-            yield from self._inside(piece)
+            yield from self._whole(pieces[:half])
+            yield from self._whole(pieces[half:])
+        else:
+            yield [], [*pieces]
 
-    def _inside(self, piece: Piece) -> Iterator[Span]:
-        """Yield the runs of a text that came through unchanged, where a template takes the text apart."""
-        places = sorted({0, len(piece.text), *(match.end() for match in re.finditer(r"[>\n]\s*|\S(?=\s*<)", piece.text))})
-        step = -(-len(places) // _INSIDE)
-        places = [*places[:-1:step], places[-1]]
-        seen: list[tuple[int, int]] = []  # place in the piece, place in the text
-        for place in places:
-            found = self._found([(piece, place, place)])
-            if found is not None and len(found[0]) == 1:
-                seen.append((place, found[0][0].begin))
-        for (here, begin), (there, end) in pairwise(seen):
-            if end - begin == there - here and self._text[begin:end] == piece.text[here:there]:
-                yield Span(begin, end, piece, here)
+    def _points(self, points: Sequence[tuple[Piece, int, int]]) -> Iterator[list[Span]]:
+        """Yield where single places of pieces are, in the same way."""
+        if not points:
+            return
+        found = self._found(points)
+        if found is not None:
+            yield found[0]
+        elif len(points) > 1:
+            half = len(points) // 2
+            yield from self._points(points[:half])
+            yield from self._points(points[half:])
 
     def _found(self, wanted: Sequence[tuple[Piece, int, int]]) -> tuple[list[Span], list[Piece]] | None:
         """Return where (piece, from, to) stand, and the pieces of which only a part does; None where marks there change more
         than themselves."""
-        marks = self._free or _MarkSource()
-        inserts: dict[tuple[str | int, ...], list[tuple[int, str]]] = {}
+        marks = self._marks
+        if self._renders == 0 or 2 * len(wanted) > len(marks):
+            return None
+        self._renders -= 1
+        inserts: dict[Where, list[tuple[int, str]]] = {}
         for n, (piece, begin, end) in enumerate(wanted):
             at = inserts.setdefault(piece.where, [])
             at += [(piece.begin + begin, marks[2 * n]), (piece.begin + end, marks[2 * n + 1])]
-        document = {"messages": self._conversation.messages, "tools": self._conversation.tools}
-        document = copy.deepcopy(document)
-        for where, points in inserts.items():
-            holder: Any = document
-            for step in where[:-1]:
-                holder = holder[step]
-            old = holder[where[-1]]
-            new, before = "", 0
-            for place, mark in sorted(points, key=lambda point: point[0]):
-                new += old[before:place] + mark
-                before = place
-            holder[where[-1]] = new + old[before:]
+        document = _edited(self._document, inserts)
         try:
             marked = self._write(document["messages"], document["tools"])
         except RequestError:
@@ -325,6 +329,35 @@ class _Marking:
         return spans, cut
 
 
-class _MarkSource:
+def _places_in(text: str) -> list[int]:
+    """Return places at which templates take a text apart: beside tags and line breaks, and its ends."""
+    places = sorted({0, len(text), *(match.end() for match in re.finditer(r"[>\n]\s*|\S(?=\s*<)", text))})
+    step = -(-len(places) // _INSIDE)
+    return [*places[:-1:step], places[-1]]
+
+
+def _edited(document: dict[str, Any], inserts: Mapping[Where, list[tuple[int, str]]]) -> dict[str, Any]:
+    """Return a copy of `document` with marks put into its strings; what has none is shared."""
+    copies: dict[Where, Any] = {(): dict(document)}
+    for where, points in inserts.items():
+        for n in range(1, len(where)):
+            if where[:n] not in copies:
+                holder = copies[where[: n - 1]]
+                holder[where[n - 1]] = copies[where[:n]] = copy.copy(holder[where[n - 1]])
+        old = copies[where[:-1]][where[-1]]
+        parts, before = [], 0
+        for place, mark in sorted(points, key=lambda point: point[0]):
+            parts += [old[before:place], mark]
+            before = place
+        copies[where[:-1]][where[-1]] = "".join([*parts, old[before:]])
+    return dict(copies[()])
+
+
+class _Marks:
+    """All marks there are, in order."""
+
+    def __len__(self) -> int:
+        return len(_MARKS)
+
     def __getitem__(self, n: int) -> str:
         return chr(_MARKS[n])

@@ -13,7 +13,7 @@ from headstart.block.keys import BLOCK_TOKENS
 from headstart.diagnose.causes import FIXES, Cause, names_of
 from headstart.diagnose.compare import common, hunks
 from headstart.diagnose.differences import Difference, at_tools, difference_of, role_of
-from headstart.diagnose.judging import namespace_verdicts, verdict_of
+from headstart.diagnose.judging import apart, verdict_of
 from headstart.diagnose.placing import ESTIMATED_BYTES, Place, Side
 from headstart.diagnose.requests import equal_form
 
@@ -95,7 +95,7 @@ def report_of(a: Side, b: Side, *, begin_id: int | None = None, findings: int = 
     tokens = [side.tokens(len(side.units)) for side in (a, b)]
     shared = common(a.units, b.units)
     found = [
-        _apart(verdict.cause, verdict.evidence) for verdict in namespace_verdicts(a.conversation, b.conversation, exact=exact)
+        _apart(one.path, one.verdict.cause, one.verdict.evidence) for one in apart(a.conversation, b.conversation, exact=exact)
     ]
     unlisted = 0
     for hunk in hunks(a.units, b.units, run=_RUN if exact else _RUN * ESTIMATED_BYTES):
@@ -136,10 +136,9 @@ def _same(before: Finding, finding: Finding) -> bool:
     return before.cause is finding.cause and (finding.cause in _ONCE or before.path == finding.path)
 
 
-def _apart(cause: Cause, evidence: str) -> Finding:
+def _apart(path: str, cause: Cause, evidence: str) -> Finding:
     nothing = Around(None, 0, "", None, "", "", "")
     names = names_of(cause, in_tools=False, in_system=False)
-    path = evidence.partition(" is ")[0]
     return Finding(cause, evidence, FIXES[cause], names.openai, names.anthropic, path, None, nothing, nothing, 0)
 
 

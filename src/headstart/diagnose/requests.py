@@ -334,11 +334,8 @@ def _is_anthropic(body: Mapping[str, Any]) -> bool:
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
-    metadata = body.get("metadata")
     model, special = body.get("model"), body.get("add_special_tokens")
     namespace = {name: str(body[name]) for name in _NAMESPACE if body.get(name) is not None}
-    if isinstance(metadata, Mapping) and metadata.get("user_id") is not None:
-        namespace["metadata.user_id"] = str(metadata["user_id"])
     return {
         "model": model if isinstance(model, str) else None,
         "adapter": {name: body[name] for name in _ADAPTER if body.get(name) is not None},

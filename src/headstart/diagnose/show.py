@@ -111,7 +111,8 @@ def _marked(around: Around) -> str:
 
 
 def _times(finding: Finding) -> str:
-    return f" (and at {finding.places - 1} more places)" if finding.places > 1 else ""
+    more = finding.places - 1
+    return f" (and in {more} place{'s' if more > 1 else ''} more)" if more else ""
 
 
 def _cost_lines(report: Report, prices: Prices, about: str) -> Iterator[str]:

@@ -23,14 +23,14 @@ _TIMES = re.compile(
 )
 _IDS = re.compile(
     r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
-    r"|\b(?:req|call|toolu|msg|chatcmpl|cmpl|resp|run|sess|session|trace|span|thread|conv|user|job|task|id|tmp)[-_][A-Za-z0-9_-]{3,}"
+    r"|\b(?:req|call|toolu|msg|chatcmpl|cmpl|resp|run|sess|session|trace|span|thread|conv|user|job|task|id|tmp)[-_](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{3,}"
     r"|\b[0-9A-HJKMNP-TV-Z]{26}\b"
     r"|\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{7,}\b"
     r"|\b(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{16,}\b"
 )
 _COUNTERS = re.compile(
-    r"(?i)(?:turn|request|session|counter|count|step|iteration|message|attempt|call|seq|sequence|nonce|build|run|number|no\.|"
-    r"id|pid|port|revision|version|seed|#)[ \t]*(?:#|no\.|:|=|is|number)?[ \t]*\d+"
+    r"(?i)(?:\b(?:turn|request|session|counter|count|step|iteration|message|attempt|call|seq|sequence|nonce|build|run|number|no\.|"
+    r"id|pid|port|revision|seed)|#)[ \t]*(?:#|no\.|:|=|is|number)?[ \t]*\d+"
 )
 _NUMBERS = re.compile(r"\b\d+\b")
 _HEADER = re.compile(r"(?im)^(?:x-[a-z0-9-]+|[a-z-]*billing[a-z-]*)[ \t]*:.*$|\bcch=[0-9a-zA-Z]+")

@@ -34,7 +34,8 @@ class Speeds:
         self._first_passes: list[Sample] = []  # of warming up; they tell apart what equal chunks do not
         self._passes: deque[Sample] = deque(maxlen=_SAMPLES)
         self._unsettled = (0.0, 0.0, 0.0, 0.0)  # rows, rows × keys, passes, seconds of passes whose end was not seen
-        self._computing: Computing | None = None
+        self._computing: Computing | None = None  # as it was when it was last asked for
+        self._fitted = True  # and whether no pass came after that
         self._tiers: dict[str, _Tier] = {}
 
     def passed(self, rows: int, row_keys: float, seconds: float, *, settled: bool = True, first: bool = False) -> None:
@@ -54,14 +55,17 @@ class Speeds:
                 self._counters.add("compute_estimated_ms", round(1000 * estimate_s))
                 self._counters.add("compute_estimate_off_ms", round(1000 * abs(seconds - estimate_s)))
             (self._first_passes if first else self._passes).append(Sample(tuple(quantities), seconds))
-            self._computing = None
-            speed = fitted([*self._first_passes, *self._passes])
-            if speed is not None:
-                self._computing = Computing(speed, self._chunk_tokens)
+            self._fitted = False
 
     @property
     def computing(self) -> Computing | None:
-        return self._computing
+        """How fast prompts are computed, by all passes so far; None before the first."""
+        with self._lock:
+            if not self._fitted:  # here, not after each pass: it takes as long as a pass of a tiny model
+                self._fitted = True
+                speed = fitted([*self._first_passes, *self._passes])
+                self._computing = None if speed is None else Computing(speed, self._chunk_tokens)
+            return self._computing
 
     def reading(self) -> dict[str, Reading]:
         """Return the speed of every tier that is known."""

@@ -20,6 +20,7 @@ from headstart.engine.torch import open_engine
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.lora import read_adapter
 from headstart.errors import ConfigError, ModelError, RequestError
+from model_fixtures import LATENT_KINDS
 
 LAYERS = [
     f"model.layers.{layer}.{name}" for layer in range(3) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
@@ -224,3 +225,14 @@ def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(folder: Path, t
         pass
     with opened(folder, tmp_path, {"a": fits}) as engine, pytest.raises(RequestError, match="no adapter 'b'"):
         ask(engine, PROMPT, 2, adapter="b")
+
+
+def test_an_adapter_of_a_model_with_latent_attention_is_refused(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    kind, changes = LATENT_KINDS["deepseek-v3, RoPE in halves"]
+    folder = tiny_model_folder(kind, **changes)
+    place = make_adapter(tmp_path / "a", stock(folder), seed=1, layers=["model.layers.0.self_attn.kv_b_proj"])
+    with (
+        pytest.raises(ModelError, match="which is not plain attention"),
+        opened(folder, tmp_path, {"a": place}),
+    ):
+        pass

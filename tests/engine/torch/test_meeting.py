@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from held_cache import HeldCache, HeldLoad, eventually
-from reference import Answer, ask, engine_of, loaded, some_tokens
+from held_cache import HeldCache, HeldLease, HeldLoad, eventually
+from reference import Answer, ask, engine_of, finish, loaded, some_tokens, stepped
 
+from headstart.cache.lease import Stretch
 from headstart.engine.base import Receipt
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.engine import TorchEngine
@@ -257,3 +258,21 @@ def test_streams_go_on_beside_a_prompt_that_meets_its_prefix(start: Any, cache: 
     assert answer.tokens == cold
     assert receipt_of(answer).cached_tokens >= 64
     stream.result()
+
+
+def test_what_is_slow_in_memory_is_tried_twice_and_then_computed(
+    model: TorchModel, cache: HeldCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is on a disk, so there is nothing to meet: it would be loaded the same way for ever."""
+    monkeypatch.setattr(HeldLease, "stretches", property(lambda lease: [Stretch("memory", lease.tokens, 1 << 20, 1)]))
+    speeds = Taught(None, 1 << 20)
+    with stepped(model, context=CONTEXT, cache=cache, speeds=speeds, hedge_after_s=0.0) as engine:
+        cold = ask(engine, PROMPT, 5)
+        finish(engine, cold)
+        answer = ask(engine, PROMPT, 5)
+        finish(engine, answer, rounds=200)
+        assert len(cache.loads) == 2
+        assert answer.tokens == cold.tokens
+        assert receipt_of(answer).cached_tokens == 0
+        for load in cache.loads:
+            load.end(0)

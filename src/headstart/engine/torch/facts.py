@@ -12,6 +12,10 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 _UNBOUNDED = 32768  # tokens, for models that name no limit: recurrent ones, and those whose attention fades with distance
 _CACHES = ("cache", "past_key_values", "cache_params")  # what layers call transformers' cache, newest name first
 
+PROBE_CHUNKS = (33, 7, 1)  # of a short text: prefill, prefill behind a prefix, decode
+# What a model's code raises when it is called in a way that it was not made for.
+CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -49,3 +53,12 @@ def name_of_cache(module: torch.nn.Module) -> str | None:
     """Return by which argument a module takes transformers' cache."""
     parameters = signature(module).parameters
     return next((name for name in _CACHES if name in parameters), None)
+
+
+def probe_tokens(vocabulary: int) -> list[int]:
+    """Return a short text by whose logits it is told whether a model is run right."""
+    return [(7919 * (index + 1)) % vocabulary for index in range(sum(PROBE_CHUNKS))]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -110,7 +110,8 @@ class Loads:
             elif load.slow:
                 assert self._bridge is not None
                 self._counters.add("load_waits_cut_short")
-                sequence.mix = sequence.reload = self._bridge.in_parts
+                sequence.reload = self._bridge.in_parts and not sequence.mix  # what is slow twice is not tried for ever
+                sequence.mix = self._bridge.in_parts
                 load.give_up()
                 self._start_again(
                     sequence, "reading was slower than computing would be: it is computed from the start meanwhile"

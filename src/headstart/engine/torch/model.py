@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.engine.torch import attention, mla, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
-from headstart.engine.torch.facts import ModelFacts, signature
+from headstart.engine.torch.facts import CANNOT_RUN, PROBE_CHUNKS, ModelFacts, first_line, probe_tokens, signature
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
 from headstart.engine.torch.lora import Adapters
@@ -34,8 +34,6 @@ _LAYER_TYPES = frozenset(
 # Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 _NOTHING = LayerKV(0, 2, 1)  # what stands for tokens of which no layer keeps anything, so that there are blocks to find
-_PROBE_CHUNKS = (33, 7, 1)  # prefill, prefill behind a prefix, decode
-_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
 class TorchModel:
@@ -100,7 +98,7 @@ class TorchModel:
         """Take over the recurrent layers; return what the model keeps, as it showed itself in a short run."""
         self.config._attn_implementation = "eager"
         with torch.inference_mode():
-            found = recurrent.find(self.module, _probe_tokens(self.vocabulary))
+            found = recurrent.find(self.module, probe_tokens(self.vocabulary))
         recurrent.follow_layer_numbers(self.module)
         self.mixers = recurrent.Mixers(found.mixers, found.state)
         layers = []
@@ -168,7 +166,7 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {_first_line(error)}", folder=folder) from error
+        raise ModelError(f"{folder}/config.json cannot be read: {first_line(error)}", folder=folder) from error
     _refuse_unserved(config, folder)
     moving = _moving_rope(config)
     why = moving or _hides(config)
@@ -178,7 +176,7 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
         try:
             model: Model = _probed(module, folder.name)
         except ModelError as error:
-            why = _first_line(error)
+            why = first_line(error)
             del module  # what was tried on it is gone with it
     if why is not None:
         _log.warning("%s is run as it is, without the prefix cache, because %s", folder.name, why)
@@ -204,7 +202,7 @@ def _weights(folder: Path, place: torch.device, dtype: torch.dtype, on_progress:
         )
     # safetensors and torch raise errors of their own kinds (SafetensorError, UnpicklingError …) for damaged files.
     except Exception as error:
-        raise ModelError(f"the weights in {folder} cannot be loaded: {_first_line(error)}", folder=folder) from error
+        raise ModelError(f"the weights in {folder} cannot be loaded: {first_line(error)}", folder=folder) from error
     # transformers fills absent tensors with random numbers and a warning.
     if absent := sorted(set(report["missing_keys"]) | {str(entry) for entry in report["mismatched_keys"]}):
         raise ModelError(
@@ -220,7 +218,7 @@ def _probed(module: Any, name: str) -> TorchModel:
     """Return the model if it gives its own logits through our attention, else raise ModelError."""
     try:
         model = TorchModel(module, name=name)
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         raise _not_run(error) from error
     probe(model)
     return model
@@ -236,7 +234,7 @@ def probe(model: TorchModel) -> None:
     """Compare logits of a short text through stock attention and through ours, in chunks; switch the model to ours.
 
     Packed weights are tried first, and given up with a sentence where they give other logits than the plain ones."""
-    tokens = _probe_tokens(model.vocabulary)
+    tokens = probe_tokens(model.vocabulary)
     try:
         model.config._attn_implementation = "eager"
         with torch.inference_mode():
@@ -245,7 +243,7 @@ def probe(model: TorchModel) -> None:
                 position_ids=torch.arange(len(tokens), device=model.device).unsqueeze(0),
                 use_cache=False,
             ).logits[0]
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         raise _not_run(error) from error
     model.config._attn_implementation = attention.NAME
     why = None
@@ -254,9 +252,9 @@ def probe(model: TorchModel) -> None:
             _compare_each_way(model, tokens, want.float())
             packing.unpack(model.module, only_read=True)
             return
-    except (ModelError, *_CANNOT_RUN) as error:
+    except (ModelError, *CANNOT_RUN) as error:
         packing.unpack(model.module)
-        why = _first_line(error)
+        why = first_line(error)
     _compare_each_way(model, tokens, want.float())
     if why is not None:
         _log.warning("%s runs with plain weights, because with packed ones: %s", model.name, why)
@@ -286,7 +284,7 @@ def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
     )
     got, last, first = [], [], 0
     try:
-        for chunk in _PROBE_CHUNKS:
+        for chunk in PROBE_CHUNKS:
             some = tokens[first : first + chunk]
             step = Step([Segment(kv, 0, chunk, first)])
             got.append(model.forward(some, step, rows=range(chunk)))
@@ -295,9 +293,9 @@ def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
             both = Step([Segment(twin, place * chunk, chunk, first) for place, twin in enumerate(twins)])
             last.append(model.forward([*some, *some], both, rows=[chunk - 1, 2 * chunk - 1]))
             first += chunk
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         raise _not_run(error) from error
-    ends = [sum(_PROBE_CHUNKS[: index + 1]) - 1 for index in range(len(_PROBE_CHUNKS))]
+    ends = [sum(PROBE_CHUNKS[: index + 1]) - 1 for index in range(len(PROBE_CHUNKS))]
     apart = float(torch.cat([torch.cat(got) - want, torch.cat(last) - want[ends].repeat_interleave(2, dim=0)]).abs().max())
     allowed = (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(want.abs().max()))
     if not apart <= allowed:  # also when either is NaN
@@ -309,11 +307,7 @@ def _compare(model: TorchModel, tokens: Sequence[int], want: Tensor) -> None:
 
 
 def _not_run(error: Exception) -> ModelError:
-    return ModelError(f"it cannot be run through our attention ({_first_line(error)})")
-
-
-def _probe_tokens(vocabulary: int) -> list[int]:
-    return [(7919 * (index + 1)) % vocabulary for index in range(sum(_PROBE_CHUNKS))]
+    return ModelError(f"it cannot be run through our attention ({first_line(error)})")
 
 
 def _refuse_unserved(config: Any, folder: Path) -> None:
@@ -350,7 +344,3 @@ def _hides(config: Any) -> str | None:
     if getattr(text, "num_kv_shared_layers", None):
         return "its layers share KV"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -20,14 +20,19 @@ import torch
 from torch import Tensor
 
 from headstart.engine.torch.attention import Step
-from headstart.engine.torch.facts import ModelFacts, name_of_cache, signature
+from headstart.engine.torch.facts import (
+    CANNOT_RUN,
+    PROBE_CHUNKS,
+    ModelFacts,
+    first_line,
+    name_of_cache,
+    probe_tokens,
+    signature,
+)
 from headstart.engine.torch.kv_memory import KVShape, LayerViews
 from headstart.errors import ModelError
 
 _log = logging.getLogger(__name__)
-
-_PROBE_CHUNKS = (33, 7, 1)
-_CANNOT_RUN = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
 class Way(enum.Enum):
@@ -127,13 +132,13 @@ class StockModel:
     @torch.inference_mode()
     def _tried(self, ways: Sequence[Way]) -> tuple[Way, StockShape]:
         """Return the first way that is right for a short text, and what the model keeps then."""
-        tokens = [(7919 * (index + 1)) % self.vocabulary for index in range(sum(_PROBE_CHUNKS))]
-        head = _PROBE_CHUNKS[0]
+        tokens = probe_tokens(self.vocabulary)
+        head = PROBE_CHUNKS[0]
         try:
             want, _ = self._run(tokens, 0, None, keep=False)
             apart = float((self._run(tokens[:head], 0, None, keep=False)[0] - want[:head]).abs().max())
-        except _CANNOT_RUN as error:
-            raise ModelError(f"{self.name} cannot be run by transformers itself: {_first_line(error)}") from error
+        except CANNOT_RUN as error:
+            raise ModelError(f"{self.name} cannot be run by transformers itself: {first_line(error)}") from error
         allowed = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(want.abs().max()))
         if not apart <= allowed:  # also when either is NaN
             raise ModelError(
@@ -143,8 +148,8 @@ class StockModel:
             self.way = way
             try:
                 ends, got, shape = self._answered(tokens)
-            except _CANNOT_RUN as error:
-                _log.info("%s cannot be run %s: %s", self.name, way.name, _first_line(error))
+            except CANNOT_RUN as error:
+                _log.info("%s cannot be run %s: %s", self.name, way.name, first_line(error))
                 continue
             if float((got - want[ends]).abs().max()) <= allowed:
                 return way, shape
@@ -155,7 +160,7 @@ class StockModel:
         one runs."""
         one, other = StockKept(), StockKept()
         ends, logits, sizes = [], [], [0]
-        for chunk in _PROBE_CHUNKS if self.way is Way.CHUNKS else (sum(_PROBE_CHUNKS[:-1]), _PROBE_CHUNKS[-1]):
+        for chunk in PROBE_CHUNKS if self.way is Way.CHUNKS else (sum(PROBE_CHUNKS[:-1]), PROBE_CHUNKS[-1]):
             here = slice(len(one.tokens), len(one.tokens) + chunk)
             one.tokens += tokens[here]
             ends.append(len(one.tokens) - 1)
@@ -194,7 +199,3 @@ def _tensors(kept: Any, depth: int) -> Iterator[Tensor]:
         )
         for part in inner:
             yield from _tensors(part, depth - 1)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
