@@ -349,3 +349,17 @@ def test_an_extent_of_another_size_than_its_tier_says_is_a_miss_and_is_dropped(
         monkeypatch.undo()
         assert save(cache, kv).reason is None  # which deletes it first
         assert load(cache, kv).usable_tokens == 640
+
+
+@pytest.mark.parametrize("layers", [(2, 3), (3, 2)], ids=str)
+def test_of_bad_pieces_in_layers_that_are_read_together_the_first_in_the_prompt_counts(layers: tuple[int, int]) -> None:
+    tier = disk()
+    representation = replace(TINY, layer_bytes=TINY.layer_bytes[:1] * 4)
+    kv = prompt(PIECES * 64 + 1, representation=representation)
+    with cache_of(tier, representation=representation) as cache:
+        save(cache, kv)
+        for layer, piece in zip(layers, (4, 1), strict=True):
+            tier.spots[spot(representation, pieces=PIECES, layer=layer, piece=piece)] = "flip"
+        loaded = load(cache, kv)
+        assert len(tier.reads) == 3  # the header and layer 0, layer 1, layers 2 and 3
+        assert (loaded.usable_tokens, loaded.wrong) == (64, [])

@@ -180,7 +180,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: f"there is no {request.url.path} here", 405: f"{request.method} does not go with {request.url.path}"}
+    there = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
+    said = {
+        404: f"there is no {request.url.path} here; there are {there}",
+        405: f"{request.method} does not go with {request.url.path}",
+    }
     headers = dict(error.headers) if error.headers else None
     return plain_response(error.status_code, said.get(error.status_code, error.detail), headers)
 

@@ -250,9 +250,6 @@ class _RangeJob(_Job):
         self.layout = layout
 
     def attempt(self, staging: Staging, wanted: int) -> None:
-        if wanted < self.pieces and len(self.layers) > 1:
-            self._in_parts()  # what is wanted does not lie side by side
-            return
         first = self._in_extent(0)
         parts = [
             self.part(layer, self.layout.piece_range(layer, first, wanted)[0], self.layout.piece_sizes(layer, first, wanted))
