@@ -23,7 +23,8 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """`path` is what the reported path must begin with. `same`: nothing differs. `only`: families or "as sent" it is for."""
+    """`cause` is that of the first difference, None where nothing differs, and `also` of others behind it. `path` is what the
+    reported path must begin with. `only` and `without` name families, or "as sent"."""
 
     name: str
     a: Any
@@ -33,6 +34,7 @@ class Pair:
     offset: int | None = None
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    also: tuple[Cause, ...] = ()
 
 
 TOOLS = [{"type": "function", "function": tool} for tool in json.loads((AGENT / "tools.json").read_text())[:4]]
@@ -375,6 +377,59 @@ def others(r: random.Random) -> Iterator[Pair]:
     yield Pair("other completion", {"prompt": a}, {"prompt": b}, Cause.OTHER, "prompt", offset)
 
 
+def coding(r: random.Random) -> Iterator[Pair]:
+    """What coding agents do between two requests."""
+    hint = "<system-reminder>The date is 2026-11-30</system-reminder>"
+    code = "def f(x):\n    return x + 1\n" * 10
+
+    def agent(
+        *, date: str = "2026-11-29", git: str = "clean", commit: str = "a1b2c3d", user: str = "Fix bug 12.", result: str = code
+    ) -> Body:
+        about = (
+            f"You are a coding tool.\n<env>\nToday's date: {date}\nGit status: {git}\nLast commit: {commit} Fix it\n</env>\n"
+        )
+        one = body()
+        one["messages"][0]["content"] = about + "Rules follow, and they are long. " * 10
+        one["messages"][1]["content"] = user
+        one["messages"][3]["content"] = result
+        return one
+
+    def changed(change: Callable[[list[Any]], Any]) -> Body:
+        one = agent()
+        change(one["messages"])
+        return one
+
+    yield Pair("coding date", agent(), agent(date="2026-11-30"), Cause.TIME, "messages[0].content")
+    yield Pair("coding git", agent(), agent(git="M src/a.py"), Cause.SYSTEM, "messages[0].content")
+    yield Pair("coding commit", agent(), agent(commit="d4e5f6a"), Cause.ID, "messages[0].content")
+    yield Pair(
+        "coding both", agent(), agent(date="2026-11-30", commit="d4e5f6a"), Cause.TIME, "messages[0].content", also=(Cause.ID,)
+    )
+    yield Pair("coding bug", agent(), agent(user="Fix bug 13."), Cause.EDITED, "messages[1].content")
+    yield Pair("coding names", agent(user="See user_name."), agent(user="See user_mail."), Cause.EDITED, "messages[1].content")
+    yield Pair("coding tabs", agent(), agent(result=code.replace("    ", "\t")), Cause.WHITESPACE, "messages[3].content")
+    yield Pair("coding cut", agent(), agent(result=code[:100] + "\n[truncated]"), Cause.EDITED, "messages[3].content")
+    yield Pair(
+        "coding role",
+        agent(),
+        changed(lambda ms: ms[4].update(role="user")),
+        Cause.EDITED,
+        "messages[4].role",
+        without=("byte-fallback",),
+    )
+    yield Pair("coding pair dropped", agent(), changed(lambda ms: ms.__delitem__(slice(2, 4))), Cause.TRUNCATED, "messages[2]")
+    yield Pair(
+        "coding without system",
+        agent(),
+        changed(lambda ms: ms.pop(0)),
+        Cause.SYSTEM,
+        "messages[0]",
+        also=(Cause.TRUNCATED, Cause.OTHER),
+    )
+    more = changed(lambda ms: ms[5].update(content=f"{ms[5]['content']}\n{hint}"))
+    yield Pair("coding hint", agent(), more, Cause.OTHER, "messages[5].content")
+
+
 def alike(r: random.Random) -> Iterator[Pair]:
     yield Pair("same", body(), body(), None)
     turned = dict(reversed(body().items()))
@@ -390,5 +445,5 @@ def alike(r: random.Random) -> Iterator[Pair]:
 
 _MAKERS = (
     times, ids, headers, spaces, unicode_forms, rewritten, tools, histories, reasonings, systems, images, namespaces, templates,
-    shapes, others, alike,
+    shapes, others, coding, alike,
 )  # fmt: skip

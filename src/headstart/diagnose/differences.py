@@ -53,7 +53,7 @@ def difference_of(hunk: Hunk, a: Side, b: Side) -> Difference:
         nowhere = Place("", None, None)
         return Difference(hunk, a, b, 0, 0, 0, 0, nowhere, nowhere, same_text=False)
     x, y, x_end, y_end = a.char(hunk.a), b.char(hunk.b), a.char(hunk.a_end), b.char(hunk.b_end)
-    same = _alike(a.text[x:x_end], b.text[y:y_end])
+    same = alike(a.text[x:x_end], b.text[y:y_end])
     same_text = same == x_end - x == y_end - y
     if not same_text:
         x, y = _begins(hunk, a, b)
@@ -78,7 +78,7 @@ def _begins(hunk: Hunk, a: Side, b: Side) -> tuple[int, int]:
     found = (a.char(hunk.a), b.char(hunk.b))
     for t in range(min(_STEPS, hunk.a, hunk.b) + 1):
         x, y = a.char(hunk.a - t), b.char(hunk.b - t)
-        same = _alike(a.text[x:], b.text[y:])
+        same = alike(a.text[x:], b.text[y:])
         if x + same >= found[0] and y + same >= found[1]:
             found = (x + same, y + same)
     return found
@@ -120,7 +120,8 @@ def _closer(place: Place, opposite: Place, side: Side, other: Side) -> Place:
     return Place(path, None, None, place.before, place.after)
 
 
-def _alike(a: str, b: str) -> int:
+def alike(a: str, b: str) -> int:
+    """Return how many characters `a` and `b` begin with alike."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n

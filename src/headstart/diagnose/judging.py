@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from headstart.diagnose.causes import Cause, Verdict, told
-from headstart.diagnose.differences import Difference, at_tools, index_of, role_of
+from headstart.diagnose.differences import Difference, alike, at_tools, index_of, role_of
 from headstart.diagnose.placing import Place, Side
 from headstart.diagnose.requests import Conversation, equal_form
 from headstart.diagnose.texts import changing, form, header, parsed_calls, same_json, spaces
@@ -181,7 +181,8 @@ def _text(d: Difference) -> Verdict | None:
     if d.a.text is None or d.b.text is None:
         return None
     before = d.a.text[max(0, d.a_char - _AROUND) : d.a_char]
-    behind = min(len(d.a.text) - d.a_end, len(d.b.text) - d.b_end, _AROUND)
+    # No farther than both are alike: the next difference may be near.
+    behind = alike(d.a.text[d.a_end : d.a_end + _AROUND], d.b.text[d.b_end : d.b_end + _AROUND])
     a = before + d.a.text[d.a_char : d.a_end + behind]
     b = before + d.b.text[d.b_char : d.b_end + behind]
     if (said := header(_lines(d.a.text, d.a_char, d.a_end), _lines(d.b.text, d.b_char, d.b_end))) is not None:
@@ -276,7 +277,10 @@ def _history(d: Difference) -> Verdict | None:
     n = _first_unequal(d.a.conversation, d.b.conversation)
     if a[i] == b[j] and n < min(i, j, n + 2):
         i = j = n  # the message before parts in what the template shows behind it, if at all
-    if {a[i]["role"], b[j]["role"]} <= {"system", "developer"}:
+    standing = [message["role"] in ("system", "developer") for message in (a[i], b[j])]
+    if standing[0] != standing[1] and min(i, j) == 0:
+        return Verdict(Cause.SYSTEM, f"there is a system prompt only in {'A' if standing[0] else 'B'}")
+    if all(standing):
         return Verdict(Cause.SYSTEM, f"{d.a_place.path or d.b_place.path} has another text")
     m = min(i, j)
     if a[m] != b[m] and a[m]["role"] == b[m]["role"] and a[m + 1 : m + 3] == b[m + 1 : m + 3] != []:
@@ -285,6 +289,8 @@ def _history(d: Difference) -> Verdict | None:
         verdict = _moved(d.a, i, a[i:], b[j:])
         if verdict is not None:
             return verdict
+    if n == len(b) < len(a):
+        return Verdict(Cause.OTHER, f"B ends before {_path(d.a, n)}, and opens an answer there")
     if i == len(a) - 1 and (a[i]["role"] == "user" or j == len(b) - 1):
         return Verdict(Cause.OTHER, "the last message of A has another text in B")
     if _SUMMARY.search(str(b[j].get("content"))[:400]) and not _SUMMARY.search(str(a[i].get("content"))[:400]):

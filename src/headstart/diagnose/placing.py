@@ -204,7 +204,7 @@ def _written(conversation: Conversation) -> tuple[str, list[Span]]:
             else:
                 add(f" {key}=")
                 add_value(value, where)
-        add("\n")
+        add("<end>\n")  # or a longer message would only go on behind this one
     return "".join(parts), spans
 
 
