@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from cache_kit import prompt
 
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.cache.source import Source
 from headstart.config import CacheConfig
-from headstart.testing.fake_kv import IDENTITY, TINY, FakeDestination, FakeKV
+from headstart.metrics import Counters
+from headstart.testing.fake_kv import IDENTITY, STATE_BYTES, STATEFUL, TINY, FakeDestination, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.round_trip import hit_tokens, load, save
+from headstart.tier.base import ExtentId
 from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier, RealDisk
 from headstart.tier.memory import MemoryTier
@@ -130,3 +134,25 @@ def test_a_tier_whose_devices_are_all_gone_does_not_keep_memory_from_taking_a_pr
         counters = cache.statistics().counters
         assert counters["tier_failed_write"] > 0
         assert "save_errors" not in counters
+
+
+def test_a_state_on_a_device_whose_reads_hang_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Laned(MemoryTier):
+        trusted = False
+        lanes = 2
+
+        def lane(self, extent: ExtentId) -> int:
+            return extent
+
+    tier, kv = Laned(1 << 20), prompt(2 * PIECE, representation=STATEFUL)
+    for first in (0, 1):
+        assert tier.write(kv.image(first, 1, state_bytes=STATE_BYTES), STATEFUL).stored
+    source = Source(tier, counters=Counters(), patience_s=20.0)
+    hung = source.locate(STATEFUL.digest, kv.keys, deadline=time.monotonic() + 20)
+    assert hung is not None
+    monkeypatch.setattr(source.pool_of(ExtentId(int(hung.extents[1]))), "stalled_s", lambda: 100.0)
+    found = source.locate(STATEFUL.digest, kv.keys, deadline=time.monotonic() + 20, longest_read_s=50.0)
+    assert found is not None
+    assert found.states is not None
+    assert found.extents.tolist() == found.states.tolist() == [hung.extents[0], -1]
+    source.close(time.monotonic() + 20, tier_too=True)
