@@ -16,7 +16,7 @@ demo: $(VENV)/.installed  ## the main job on a real model: compute once, kill th
 	@$(BIN)/headstart demo $(DEMO)
 
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
-	$(BIN)/python -m pytest -q $(TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
