@@ -52,6 +52,7 @@ FILES = {
     "crowd": "tier/disk/test_disk_crowd.py",
     "crash": "tier/disk/test_disk_crash.py",
     "joining": "tier/disk/test_disk_joining.py",
+    "emptying": "tier/disk/test_disk_emptying.py",
     "verified": "tier/disk/test_disk_verified_loads.py",
     "retention": "tier/disk/test_disk_retention.py",
     "recovery": "tier/disk/test_disk_recovery.py",
@@ -232,7 +233,7 @@ C079  No folder grows large.
       directories · test_no_folder_grows_large_whatever_the_cache_holds
 C080  Many blocks lie in few files, and giving space back never makes a living one unreadable.
       directories · test_many_blocks_lie_in_few_files
-      joining · test_a_file_that_is_mostly_dead_is_emptied_and_what_lived_in_it_lives_on
+      emptying · test_what_is_used_again_and_again_outlives_the_files_that_it_lies_in
 C082  Writers never share a temporary name, and leave none behind.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       recovery · test_a_temporary_file_that_another_opener_removes_is_made_again
