@@ -230,9 +230,9 @@ def test_a_segment_header_comes_back_and_no_bit_of_it_may_change(representation:
 
 @pytest.mark.parametrize(
     ("capacity_bytes", "segment_bytes"),
-    [(8 << 30, 64 << 20), (1 << 30, 16 << 20), (32 << 20, 8 << 20), (1 << 40, 1 << 30), (1 << 20, 256 << 10)],
+    [(8 << 30, 32 << 20), (1 << 30, 8 << 20), (16 << 20, 4 << 20), (1 << 40, 1 << 30), (1 << 20, 256 << 10)],
 )
-def test_segments_are_a_128th_of_the_capacity_within_bounds(capacity_bytes: int, segment_bytes: int) -> None:
+def test_segments_are_a_256th_of_the_capacity_within_bounds(capacity_bytes: int, segment_bytes: int) -> None:
     assert segment_capacity(TINY, capacity_bytes=capacity_bytes) == segment_bytes
 
 
