@@ -27,9 +27,7 @@ PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
 EXPIRE_INTERVAL_S = 10.0
 _EXPIRE_SHARE = 1 / 50  # of the time at most, where there are very many
 _COLD_SHARE = 40  # such a part of the capacity is what would go next, where only whole files go
-_AHEAD_SHARE = (
-    32  # there at most such a part, and half a file, is kept free, to write anew what is worth it before its file goes
-)
+_AHEAD_SHARE = 32  # there at most such a part, and half a file, is kept free for what is written anew
 _MOVED_SHARE = 1 / 8  # of what saves write, at most, is written anew for that
 _SHARE = 64  # such a part of the capacity is freed at once: a full cache does not choose anew for every extent
 _REMOVAL_BYTES = 64  # that a removal takes in a journal, beside its blocks' prefixes
@@ -180,10 +178,10 @@ def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason:
     chosen = _worth_emptying(store, weighed, files, needed_bytes, room_bytes)
     if chosen is None:  # whole files, each worth as much as what is best in it
         worth = _worth_of_files(weighed, files)
-        going = choose_victims(worth=worth, nbytes=files.charged, needed_bytes=needed_bytes)
-        if files.charged[going].sum() < needed_bytes:
+        going = choose_victims(worth=worth, nbytes=files.facts.charged, needed_bytes=needed_bytes)
+        if files.facts.charged[going].sum() < needed_bytes:
             return False
-        chosen = Emptying(gone=np.flatnonzero(np.isin(files.member, going)), carried=np.empty(0, np.int64))
+        chosen = Emptying(gone=np.flatnonzero(np.isin(files.facts.member, going)), carried=np.empty(0, np.int64))
     carried = [ExtentId(extent) for extent in weighed.ids[chosen.carried].tolist()]
     left = set(carried).difference(store.carry(carried)) if carried else set()
     if left:
@@ -198,13 +196,13 @@ def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes
     if room_bytes < ahead_bytes(store) * 7 // 8:  # journal and folders grow, too
         return None
     appending = {segment.number for segment in store.appending.values()}  # where what is carried is written
-    stays = files.stays | np.array([segment.number in appending for segment in files.segments], np.bool_)
+    appended = np.array([segment.number in appending for segment in files.segments], np.bool_)
     moved = store.counters.get("moved_bytes")
     saved = store.counters.get("bytes_written") - moved - store.counters.get("joined_bytes")
     return choose_emptying(
         worth=weighed.worth,
         nbytes=weighed.nbytes,
-        files=Files(files.member, files.charged, stays),
+        files=replace(files.facts, stays=files.facts.stays | appended),
         needed_bytes=needed_bytes,
         cold_bytes=store.capacity_bytes // _COLD_SHARE,
         room_bytes=room_bytes,
@@ -213,8 +211,8 @@ def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes
 
 
 def _worth_of_files(weighed: _Weighed, files: _Files) -> Worth:
-    worth = weighed.worth.of_groups(files.member, len(files.segments))
-    return replace(worth, held=worth.held | files.stays)
+    worth = weighed.worth.of_groups(files.facts.member, len(files.segments))
+    return replace(worth, held=worth.held | files.facts.stays)
 
 
 def ahead_bytes(store: Store) -> int:
@@ -229,13 +227,10 @@ def ahead_bytes(store: Store) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files that weighed extents lie in; extent i lies in file `member[i]`. `stays`: those that are appended to, or hold
-    what may not go."""
+    """The files that weighed extents lie in. Those stay that are appended to, or hold what may not go."""
 
     segments: list[Segment]
-    stays: npt.NDArray[np.bool_]
-    charged: npt.NDArray[np.int64]
-    member: npt.NDArray[np.int64]
+    facts: Files
 
 
 def _files_of(store: Store, weighed: _Weighed) -> _Files:
@@ -245,7 +240,7 @@ def _files_of(store: Store, weighed: _Weighed) -> _Files:
     stays = np.array([not segment.settled or segment.number in waiting for segment in segments], np.bool_)
     stays[member[weighed.worth.held]] = True
     charged = np.array([segment.allocated_bytes for segment in segments], np.int64)
-    return _Files(segments, stays, charged, member)
+    return _Files(segments, Files(member, charged, stays))
 
 
 def _remove_chosen(
@@ -295,10 +290,12 @@ def drop_files(store: Store, needed_bytes: int) -> None:
     files = _files_of(store, weighed)
     promised = weighed.worth.promised_ms > store.now_ms()
     worth = _worth_of_files(weighed, files)
-    for place in choose_victims(worth=worth, nbytes=files.charged, needed_bytes=1 + int(files.charged.sum())).tolist():
+    for place in choose_victims(
+        worth=worth, nbytes=files.facts.charged, needed_bytes=1 + int(files.facts.charged.sum())
+    ).tolist():
         if start - store.allocated_bytes >= needed_bytes:
             return
-        segment, inside = files.segments[place], files.member == place
+        segment, inside = files.segments[place], files.facts.member == place
         with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
             if handle is None:
                 continue
