@@ -19,8 +19,9 @@ from headstart.tier.disk.adding import add_extent
 from headstart.tier.disk.books import Segment
 from headstart.tier.disk.doubles import carry_over
 from headstart.tier.disk.durable import sync_places
-from headstart.tier.disk.records import PREFIX_BYTES, ExtentName
+from headstart.tier.disk.records import ExtentName
 from headstart.tier.disk.removal import QUARANTINE, remove
+from headstart.tier.disk.scrub import require_same
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
@@ -65,7 +66,7 @@ def _write_anew(store: Store, extent: ExtentId) -> _Place | None:
         row = books.row(extent)
         if row is None or books.leases(row):
             return None
-        record, (segment, offset, nbytes) = books.added_record(row), books.place(row)
+        record, info, (segment, offset, nbytes) = books.added_record(row), books.info(row), books.place(row)
         encoded = books.representations.get(segment.representation)
     if encoded is None:
         return None
@@ -73,9 +74,7 @@ def _write_anew(store: Store, extent: ExtentId) -> _Place | None:
     image = aligned(nbytes)
     with store.files.held(segment) as handle:
         store.disk.read(handle, [image], offset)
-    header = examine(image, representation)
-    if b"".join(key[:PREFIX_BYTES] for key in header.keys) != record.prefixes:
-        raise ExtentCorrupt("another extent lies where the journal says that this one is", reason="keys")
+    require_same(examine(image, representation), info)
     if not add_extent(store, image, representation, record, replacing=True).stored:
         return None
     target = store.appending[representation.digest, True]
