@@ -82,6 +82,16 @@ class EngineConfig:
     max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
     prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
     context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
+    kv_type: Annotated[
+        Literal["auto", "f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
+        Meta(description="of GGUF models: auto (f16), or how KV is quantised; torch's is dtype"),
+    ] = "auto"
+    libllama: Annotated[
+        str,
+        Meta(
+            description="of GGUF models: path of libllama.so, for a build with CUDA, Metal, ROCm or Vulkan; else the package's"
+        ),
+    ] = ""
     adapters: Annotated[
         Folders, Meta(description='LoRA adapters beside the model, by the name that requests give as model: "sql=/a, chat=/b"')
     ] = ""

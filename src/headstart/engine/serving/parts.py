@@ -109,6 +109,10 @@ class Bridge(Protocol):
         """Return how many of `tokens` a load would bring now."""
         ...
 
+    def promote(self, tokens: Several[int], *, salt: str | None, identity: Identity | None) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        ...
+
     def save(
         self,
         tokens: Several[int],

@@ -162,6 +162,9 @@ class Sequence:
             copy.release()
         self.boundaries = {}
 
+    def close(self) -> None:
+        """Free what it has beside KV: it has ended."""
+
     def receipt(self, now: float) -> Receipt:
         admitted = now if self.admitted_s is None else self.admitted_s
         return Receipt(
