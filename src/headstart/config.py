@@ -112,7 +112,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: Annotated[str, Meta(min_length=1, description="alias, directory or hub name")] = "smollm2-135m"
+    model: Annotated[str, Meta(min_length=1, description="alias, GGUF file, directory or hub name")] = "smollm2-135m"
     models_directory: Annotated[Path, Meta(description="where fetched and converted models lie")] = Path(
         "~/.cache/headstart/models"
     )
@@ -248,6 +248,26 @@ def parse_adapters(text: str) -> dict[str, Path]:
     {'sql': PosixPath('/srv/sql'), 'chat': PosixPath('/srv/chat')}
     """
     return {name: Path(folder).expanduser() for name, folder in _pairs(text, 'write "sql=/srv/sql, chat=/srv/chat"')}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlaces:
+    """Where other programs keep the models that they have downloaded."""
+
+    ollama: Path
+    lm_studio: tuple[Path, ...]
+    hugging_face: Path
+
+
+def model_places() -> ModelPlaces:
+    """Return those places, as these programs' own variables say."""
+    home = Path("~").expanduser()
+    hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or home / '.cache/huggingface'}/hub"
+    return ModelPlaces(
+        ollama=Path(os.environ.get("OLLAMA_MODELS") or home / ".ollama/models"),
+        lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
+        hugging_face=Path(hub).expanduser(),
+    )
 
 
 def prefer_sleeping_threads() -> None:

@@ -23,6 +23,7 @@ _COMMANDS = {
     "serve": ("headstart.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
+    "models": ("headstart.cli.models:models", "List the models that can be served here by name."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),

@@ -46,9 +46,10 @@ def identity_of(folder: Path, *, digests: Path | None = None, clock_ns: Callable
     return Identity(weights=total.digest(), architecture=canonical_architecture(config))
 
 
-def digest_file(file: Path, *, digests: Path | None = None, clock_ns: Callable[[], int] = time.time_ns) -> bytes:
-    """Return the SHA-256 of one file of weights, remembered in `digests`. Raises ModelError."""
-    return _digest_files([file], digests, clock_ns)[0]
+def digest_files(files: Sequence[Path], *, digests: Path | None = None, clock_ns: Callable[[], int] = time.time_ns) -> bytes:
+    """Return the SHA-256 of a file of weights, or one of those of several, remembered in `digests`. Raises ModelError."""
+    found = _digest_files(files, digests, clock_ns)
+    return found[0] if len(found) == 1 else hashlib.sha256(b"".join(found)).digest()
 
 
 def check_folder(folder: Path) -> None:

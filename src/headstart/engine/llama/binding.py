@@ -152,6 +152,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "vocab_n_tokens": (_I32, (_P,)),
     "vocab_bos": (_I32, (_P,)),
     "vocab_eos": (_I32, (_P,)),
+    "vocab_get_add_bos": (_BOOL, (_P,)),
     "vocab_is_eog": (_BOOL, (_P, _I32)),
     "vocab_is_control": (_BOOL, (_P, _I32)),
     "vocab_get_text": (c.c_char_p, (_P, _I32)),

@@ -66,7 +66,8 @@ class Context:
         self.recurrent = weights.recurrent
         params = lib.context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = cells, sequences, True
-        params.n_batch, params.n_ubatch = batch, min(batch, ubatch)
+        batch = max(batch, sequences)  # which libllama insists on, by aborting
+        params.n_batch, params.n_ubatch = batch, max(sequences, min(batch, ubatch))
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = KV_TYPES[kv_type]
         params.swa_full = True  # or a prefix could be cut nowhere but at its end

@@ -73,7 +73,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
         being saved among them. The others are as of the torch engine."""
         super().__init__(info, Counters(), Roster())
         self.cache = cache
-        self._weights = weights
+        self.weights = weights
         self._context = context
         self._passage = passage
         self._left = Event()  # no request runs any more; what is saved is still served
@@ -133,7 +133,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
         self._stop()
         if not self._thread.is_alive():  # else it is in the middle of a pass, and what it computes with stays
             self._context.close()
-            self._weights.close()
+            self.weights.close()
         if self._passage is not None:
             self._passage.close()
 
@@ -169,7 +169,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
             max_tokens=max_tokens,
             tokens=list(request.prompt),
             sampler=Sampler(
-                self._weights.library,
+                self.weights.library,
                 request.sampling,
                 prompt=request.prompt,
                 context_tokens=self.info.context_tokens,
@@ -179,7 +179,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
                 stop_ids=request.stop_ids,
             ),
             use_cache=request.use_cache and self._bridge is not None,
-            has_state=self._weights.recurrent,
+            has_state=self.weights.recurrent,
         )
 
     def _kv_bytes(self) -> tuple[int, int]:

@@ -14,12 +14,13 @@ from headstart.block.representation import Representation
 from headstart.config import Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.caching import open_told
-from headstart.engine.checkpoint import digest_file
+from headstart.engine.checkpoint import digest_files
 from headstart.engine.host import free_bytes, physical_cores
 from headstart.engine.llama.binding import Library
 from headstart.engine.llama.context import MOST_SEQUENCES, Context, Row
 from headstart.engine.llama.engine import LlamaEngine
 from headstart.engine.llama.weights import Weights
+from headstart.engine.local_models import parts_of
 from headstart.errors import ModelError
 from headstart.tier.arena import Arena
 
@@ -60,7 +61,7 @@ def open_engine(file: Path, config: Config, *, on_progress: Callable[[str, float
     digest = None
     if config.cache.enabled:
         on_progress("reading the weights' identity", None)
-        digest = digest_file(file, digests=config.models_directory.expanduser() / "digests.json")
+        digest = digest_files(parts_of(file), digests=config.models_directory.expanduser() / "digests.json")
     gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
     free = free_bytes()
     _require_room(file, free, gpu=gpu)
@@ -207,7 +208,7 @@ def plan_memory(weights: Weights, sizes: StateSizes, config: Config, *, free: in
 def _require_room(file: Path, free: int, *, gpu: bool) -> None:
     """Raise ModelError for a file that is larger than what is free: it would be read from disk again for each token."""
     try:
-        nbytes = file.stat().st_size
+        nbytes = sum(part.stat().st_size for part in parts_of(file))
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}", path=file, errno=error.errno) from error
     if nbytes > free and not gpu:

@@ -123,6 +123,11 @@ class Vocabulary:
     def end_id(self) -> int | None:
         return self._id(self._library.vocab_eos(self._pointer))
 
+    @property
+    def begins(self) -> bool:
+        """Whether the file says that every text begins with `begin_id`."""
+        return self.begin_id is not None and bool(self._library.vocab_get_add_bos(self._pointer))
+
     def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer."""
         is_end, pointer = self._library.vocab_is_eog, self._pointer
