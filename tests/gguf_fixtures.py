@@ -14,7 +14,7 @@ import numpy as np
 
 Kind = Literal["llama", "lfm2", "mamba"]
 
-WIDTH, HEADS, KV_HEADS, LAYERS, FEED = 64, 4, 2, 4, 128
+WIDTH, HEADS, KV_HEADS, LAYERS, FEED = 64, 2, 1, 4, 128
 CONTEXT = 4096
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -28,7 +28,7 @@ VERSIONS = ("0.6.0-dev",)  # what that llama.cpp calls itself
 PARTIAL_ONLY = 1  # of a state: what is not KV of all tokens
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
-_ERROR, _CONTINUED = 4, 5  # levels of ggml's log
+_ERROR = 4  # of ggml's levels
 
 
 class ModelParams(c.Structure):
@@ -225,6 +225,31 @@ _CONTEXT_DEFAULTS: dict[str, float | bool] = {
 _LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
 
 
+class _Said:
+    """What libllama says. It has one log in a process and keeps the address of whom it tells, who therefore never goes."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._errors: list[str] = []
+        self.callback = _LOG(self._told)
+
+    def errors(self) -> str:
+        with self._lock:
+            said, self._errors = self._errors, []
+        return "; ".join(dict.fromkeys(filter(None, (re.sub(r"^\w+: ", "", line).strip() for line in said))))
+
+    def _told(self, level: int, text: bytes, _: object) -> None:
+        line = text.decode(errors="replace").rstrip()
+        if level == _ERROR and line:
+            with self._lock:
+                self._errors = [*self._errors[-7:], line]
+        if line:
+            _log.debug("%s", line)
+
+
+_SAID = _Said()
+
+
 class Library:
     """libllama, loaded and checked. Its functions are methods here, without their `llama_`. `path` None: the shared object of
     the installed package. Raises MissingExtra or ModelError."""
@@ -242,10 +267,7 @@ class Library:
                 raise self._refusal(f"it has no llama_{name}") from None
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        self._errors: list[str] = []
-        self._errors_lock = Lock()
-        self._callback = _LOG(self._logged)  # kept: the library holds only its address
-        self.log_set(c.cast(self._callback, c.c_void_p), None)
+        self.log_set(c.cast(_SAID.callback, c.c_void_p), None)
         self._check()
         self.backend_init()
 
@@ -261,17 +283,7 @@ class Library:
 
     def errors(self) -> str:
         """Return what the library said was wrong since this was last asked, in one line; "" for nothing."""
-        with self._errors_lock:
-            said, self._errors = self._errors, []
-        return "; ".join(dict.fromkeys(filter(None, (re.sub(r"^\w+: ", "", line).strip() for line in said))))
-
-    def _logged(self, level: int, text: bytes, _: object) -> None:
-        line = text.decode(errors="replace").rstrip()
-        if level == _ERROR and line:
-            with self._errors_lock:
-                self._errors = [*self._errors[-7:], line]
-        if line:
-            _log.debug("%s", line)
+        return _SAID.errors()
 
     def _check(self) -> None:
         version = self.version().decode(errors="replace")

@@ -179,7 +179,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
                 stop_ids=request.stop_ids,
             ),
             use_cache=request.use_cache and self._bridge is not None,
-            has_state=self.weights.recurrent,
+            has_state=self._context.recurrent,
         )
 
     def _kv_bytes(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _UBATCH = 512  # tokens that libllama computes at once; more win nothing on CPUs
 _LEAST_CONTEXT = 128
+_FUSED: bool | None = None  # attention: where it can be
 _COMPUTE_BYTES = 512 << 20  # that libllama and this process take beside weights and KV
 _PASSAGE_BYTES = 256 << 20  # that reads pass through
 _PASSAGE_PIECES = 16  # that must fit there at least
@@ -157,7 +158,7 @@ def measure(weights: Weights, *, kv_type: str, threads: int) -> tuple[str, bool,
     """Return the KV type, whether attention is fused, and how large states are: found by computing two tokens, because
     architectures differ and libllama does not say. "auto" is f16."""
     kv_type = "f16" if kv_type == "auto" else kv_type
-    context = Context(weights, cells=256, sequences=2, kv_type=kv_type, batch=2, ubatch=2, threads=threads, flash=None)
+    context = Context(weights, cells=256, sequences=2, kv_type=kv_type, batch=2, ubatch=2, threads=threads, flash=_FUSED)
     try:
         context.compute([Row(1, [0, 0], 0, wanted=True)])
         one, two = len(context.copy_out(1, 0, 1)), len(context.copy_out(1, 0, 2))

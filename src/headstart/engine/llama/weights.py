@@ -45,13 +45,13 @@ class Weights:
         callback = _PROGRESS(told)
         params.progress_callback = c.cast(callback, c.c_void_p)
         library.errors()
-        self.pointer: int | None = library.model_load_from_file(str(file).encode(), params)
+        pointer = library.model_load_from_file(str(file).encode(), params)
+        self._loaded: _Loaded | None = _Loaded(library, pointer) if pointer else None
         if stopped:
-            self.close()
             raise stopped[0]
-        if not self.pointer:
+        if self._loaded is None:
             raise _refused(file, library.errors())
-        self.vocabulary = Vocabulary(library, library.model_get_vocab(self.pointer))
+        self.vocabulary = Vocabulary(self._loaded)
         try:
             self._require_decoder()
         except ModelError:
@@ -94,10 +94,15 @@ class Weights:
         found = self.library.model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return None if found < 0 else buffer.value.decode(errors="replace")
 
+    @property
+    def pointer(self) -> int:
+        """Libllama's model. Not after `close`."""
+        assert self._loaded is not None, "these weights are closed"
+        return self._loaded.pointer
+
     def close(self) -> None:
-        pointer, self.pointer = self.pointer, None
-        if pointer:
-            self.library.model_free(pointer)
+        """Free the model, or leave that to whoever still has its vocabulary. Twice is fine."""
+        self._loaded = None
 
     def _require_decoder(self) -> None:
         model, library = self.pointer, self.library
@@ -107,13 +112,25 @@ class Weights:
             raise ModelError(f"{self.file} has no vocabulary; give a file that has its tokenizer", path=self.file)
 
 
+class _Loaded:
+    """A model of libllama's, freed with the last reference: a request may still be tokenised while an engine closes."""
+
+    def __init__(self, library: Library, pointer: int) -> None:
+        self.library = library
+        self.pointer = pointer
+
+    def __del__(self) -> None:
+        self.library.model_free(self.pointer)
+
+
 class Vocabulary:
     """The tokenizer that a GGUF describes, as libllama reads it."""
 
-    def __init__(self, library: Library, pointer: int) -> None:
-        self._library = library
-        self._pointer = pointer
-        self.size = int(library.vocab_n_tokens(pointer))
+    def __init__(self, loaded: _Loaded) -> None:
+        self._loaded = loaded  # kept alive
+        self._library = loaded.library
+        self._pointer = loaded.library.model_get_vocab(loaded.pointer)
+        self.size = int(self._library.vocab_n_tokens(self._pointer))
 
     @property
     def begin_id(self) -> int | None:
