@@ -98,6 +98,9 @@ class ServerConfig:
         False
     )
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    answers: Annotated[
+        str, Meta(description="how reasoning and tool calls are written: auto, none, or the name of a family of models")
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

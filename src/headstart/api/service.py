@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.errors import ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
@@ -135,17 +136,19 @@ class Service:
             )
         self._preparing += answers
         try:
-            prompt = await self.off_loop(_prompt_ids, served, ask)
+            prompt, answering = await self.off_loop(_prepared, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
+                if said := await self.off_loop(_about_tools, served, ask, prompt):
+                    self._log_once(said)
             self.require_served()  # the server may have begun to go down meanwhile
             id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             generation = Generation(
                 id,
-                _requests(id, served, ask, prompt),
+                _requests(id, served, ask, prompt, answering),
                 served,
                 ask,
+                answering,
                 keepalive_s=self.keepalive_s,
                 on_answer=self._ended,
                 on_landed=self._landed,
@@ -232,29 +235,39 @@ class Service:
             log.info("%s", line)
 
 
+def _prepared(served: Served, ask: Ask) -> tuple[tuple[int, ...], Answering]:
+    prompt = _prompt_ids(served, ask)
+    return prompt, Answering(served, ask, prompt)
+
+
 def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
     context = served.engine.info.context_tokens
     if ask.messages is not None:
-        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
+        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, arguments=ask.template, context_tokens=context))
     return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
 
-def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
-    """Return what becomes of the tools in `prompt`: a template without a place for them says nothing."""
+def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:
+    """Return what does not become of the tools in `prompt`: a template without a place for them says nothing."""
     try:
         ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
     except RequestError:  # the template takes these messages with their tools alone
         ignored = False
     if ignored:
         return f"the chat template of {served.name} has no place for tools; they are ignored"
-    return "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"
+    if served.answers is None:
+        return (
+            f"how {served.name} writes calls of tools is not known, so they are given as text; name its family with --answers"
+        )
+    return None
 
 
-def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> list[GenerationRequest]:
+def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...], answering: Answering) -> list[GenerationRequest]:
     """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
     first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=ask.prompt_param)
-    ends: frozenset[int] = frozenset() if ask.ignore_eos else first.stop_ids
+    # What is held to a form ends with it.
+    ends: frozenset[int] = frozenset() if ask.ignore_eos and not answering.held else first.stop_ids
     first = replace(
         first,
         stop_ids=ends | ask.stop_ids,
@@ -265,12 +278,18 @@ def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> lis
         priority=ask.handling.priority,
         session=ask.handling.session,
         retention=ask.handling.retention,
+        constraint=answering.constraint(),
     )
     if ask.n == 1:
         return [first]
     seed = first.sampling.seed
     return [
-        replace(first, id=f"{id}-{index}", sampling=replace(first.sampling, seed=None if seed is None else seed + index))
+        replace(
+            first,
+            id=f"{id}-{index}",
+            sampling=replace(first.sampling, seed=None if seed is None else seed + index),
+            constraint=answering.constraint(),
+        )
         for index in range(ask.n)
     ]
 

@@ -15,6 +15,7 @@ from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
 from headstart.errors import ModelError
 from headstart.render import Renderer
+from headstart.render.answers import Family, family_named, family_of
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -41,7 +42,15 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         defaults=sampling_defaults(folder.path),
         note=folder.note,
         cache=engine.cache,
+        answers=answers_of(renderer, config.server.answers),
     )
+
+
+def answers_of(renderer: Renderer, named: str) -> Family | None:
+    """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
+    if named != "auto":
+        return family_named(named)
+    return family_of(renderer.template, own=renderer.response_template)
 
 
 def _import_libraries() -> None:
