@@ -229,6 +229,7 @@ class PrefixCache:
         *,
         most_bytes: int,
         salt: str | bytes | None = None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
@@ -236,6 +237,7 @@ class PrefixCache:
         nothing to bring, or no memory tier. Returns at once."""
         if self._closed or self._forked or self._promoter is None or self._promoter.busy:
             return False
+        _require_shared(shared_tokens)
         require_salt(salt)
         data = token_bytes(tokens)
         prompt = np.frombuffer(data, dtype="<u4")
@@ -243,10 +245,10 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            request = SaveRequest(prompt[:count], source, root, salt, 0, DEFAULT_TERMS, memory_only=True)
+            request = SaveRequest(prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True)
             return self._saver.submit(request)
 
-        lease = self._match(data, salt, identity=identity, ahead=True)
+        lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:

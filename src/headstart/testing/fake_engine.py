@@ -26,6 +26,8 @@ class _Running:
     submitted: float
     answer: Sequence[int] = ()
     cached_tokens: int = 0
+    written_tokens: int = 0
+    taken: bool = False
     sent: int = 0
     first_token_s: float | None = None
     aborted: bool = False
@@ -68,7 +70,7 @@ class FakeEngine:
             cache="prefixes are remembered while the process lives",
         )
         self._counters = dict.fromkeys(
-            ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "generated_tokens", "steps"), 0
+            ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "written_tokens", "generated_tokens", "steps"), 0
         )
         self.gate.set()
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
@@ -141,6 +143,7 @@ class FakeEngine:
             if self._key(request, prompt[:end]) not in self._stored:
                 break
             running.cached_tokens = end
+        running.taken = True
         self._counters["prompt_tokens"] += len(prompt)
         self._counters["cached_memory_tokens"] += running.cached_tokens
         return running
@@ -155,6 +158,8 @@ class FakeEngine:
         if running.sent == 0:
             for end in range(BLOCK_TOKENS, len(request.prompt) + 1, BLOCK_TOKENS):
                 self._stored.add(self._key(request, request.prompt[:end]))
+            running.written_tokens = len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens
+            self._counters["written_tokens"] += running.written_tokens
         if self.fail_after is not None and running.sent >= self.fail_after:
             return self._end(running, "error", error="the fake engine was told to fail")
         if running.sent >= len(running.answer):
@@ -184,10 +189,13 @@ class FakeEngine:
             load_s=0.0,
             first_token_s=running.first_token_s,
             total_s=time.monotonic() - running.submitted,
+            written_tokens=running.written_tokens,
+            taken=running.taken,
         )
         running.on_event(TokenEvent(None, finish, receipt, error))
         return True
 
     @staticmethod
     def _key(request: GenerationRequest, prefix: Sequence[int]) -> bytes:
-        return hashlib.sha256(repr((request.salt, tuple(prefix))).encode()).digest()
+        shared = len(prefix) <= request.shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        return hashlib.sha256(repr((None if shared else request.salt, tuple(prefix))).encode()).digest()

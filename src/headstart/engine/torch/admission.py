@@ -140,7 +140,9 @@ class Admission:
                 continue
             sequence.kv = None if self._owed_before(sequence) else self._rooms.first(sequence, None)
             if sequence.kv is None:
-                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
+                self._loads.promote(
+                    sequence.tokens, sequence.request.salt, sequence.request.shared_tokens, sequence.identity
+                )
                 continue
             self._loads.start(sequence)
             if sequence.load is None:  # it is to be computed
@@ -152,10 +154,14 @@ class Admission:
         if sequence.stored is None:
             try:
                 sequence.stored = self._bridge.stored_tokens(
-                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                    sequence.tokens,
+                    salt=sequence.request.salt,
+                    shared_tokens=sequence.request.shared_tokens,
+                    identity=sequence.identity,
                 )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
+            sequence.note_known(sequence.stored)
         return sequence.stored
 
     def _offer(self, sequence: Sequence) -> Offer | None:

@@ -99,18 +99,25 @@ def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     running = list(running)
     sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
-        if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):
+        if not one.use_cache or not isinstance(one.kv, HostKV | BranchKV):
             continue
         if one.request.adapter != sequence.request.adapter:
             continue
         if one.kv.state is not None:
             continue  # who joins would need the state at that place, which is gone
-        tokens = _common(sequence, one)
+        tokens = min(_common(sequence, one), _allowed(sequence, one))
         if isinstance(one.kv, BranchKV):
             tokens = min(tokens, one.kv.prefix.tokens)
         if tokens > (0 if best is None else best.tokens):
             best = Offer(one, tokens, ready=one.load is None and one.computed >= tokens)
     return best
+
+
+def _allowed(sequence: Sequence, other: Sequence) -> int:
+    """Return how many tokens, in whole blocks, the salts of both let them have in common."""
+    if sequence.request.salt == other.request.salt:
+        return len(other.tokens)
+    return min(sequence.request.shared_tokens, other.request.shared_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def _common(sequence: Sequence, other: Sequence) -> int:
