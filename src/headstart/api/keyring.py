@@ -47,6 +47,13 @@ class Caller:
         own = b"" if given is None else frame(_TAG_SALT, given.encode("utf-8", "surrogatepass"))
         return b"\xff" + frame(_TAG_TENANT, self.tenant.encode()) + own
 
+    def priority(self, asked: int) -> int:
+        return asked if self.key is None else min(asked, self.key.priority)
+
+    def session(self, name: str) -> str:
+        """Return a name for a conversation that no other tenant's has."""
+        return f"{self.tenant}/{name}" if name and self.tenant else name
+
     def require_operator(self) -> None:
         """Raise Forbidden for whom only his own things concern."""
         if not self.operator:

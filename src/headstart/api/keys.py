@@ -35,7 +35,8 @@ _Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`retention`: the class in which prompts of this key are kept unless a request says another. None: not limited.
-    `disk`: most of the disk tier its tenant may have, a size or a share. `operator`: may read /metrics, which tells of all."""
+    `priority`: the highest that its requests may ask for. `disk`: most of the disk tier its tenant may have, a size or a share.
+    `operator`: may read /metrics, which tells of all."""
 
     id: Annotated[str, Meta(pattern=r"^[0-9a-z]{4,32}$")]
     hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -45,6 +46,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     tokens_per_minute: _Limit | None = None
     in_flight: _Limit | None = None
     body_bytes: _Limit | None = None
+    priority: Annotated[int, Meta(ge=-9999, le=9999)] = 0
     disk: str | None = None
     operator: bool = False
     note: str = ""

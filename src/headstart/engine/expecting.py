@@ -24,10 +24,14 @@ class _Session:
     looked_for: bool = False  # since its last request
 
 
-class Conversations:
-    """`promote(tokens, salt, shared_tokens, identity)` brings a prefix to memory and says whether it will; False: not now, or it is there."""
+Promote = Callable[[Sequence[int], str | bytes | None, int, Identity | None], bool]
 
-    def __init__(self, promote: Callable[[Sequence[int], str | bytes | None, int, Identity | None], bool]) -> None:
+
+class Conversations:
+    """`promote(tokens, salt, shared_tokens, identity)` brings a prefix to memory and says whether it will;
+    False: not now, or it is there."""
+
+    def __init__(self, promote: Promote) -> None:
         self._promote = promote
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         self._tokens = 0

@@ -1,6 +1,6 @@
 """One line of the usage log: what one request used, in tokens. Pure.
 
-    prompt = cached_memory + cached_disk + computed        cached + written ≤ prompt        (as in the usage object that was sent)
+    prompt = cached_memory + cached_disk + computed        cached + written ≤ prompt        (as in the usage that was sent)
 
 `engine` has what the engine's own counters were raised by for it: of several answers each with its prompt, of an answer that a
 stop text ended all that was generated, and nothing of a request that never had its turn.

@@ -1,6 +1,6 @@
 """The usage log on disk: lines are appended by one thread, synced within a second, in files that have one writer each.
 
-    add ─▶ queue ─▶ write at once ─▶ fsync at most SYNC_S later ─▶ next file at FILE_BYTES ─▶ the oldest files go above `keep_bytes`
+    add ─▶ queue ─▶ write at once ─▶ fsync at most SYNC_S later ─▶ next file at FILE_BYTES ─▶ above `keep_bytes` the oldest go
 
 A process that is killed loses what waits in the queue, some milliseconds; a machine without power at most a second. A line
 that a kill or a full disk has torn is the last of its file, and readers drop it. Nothing that fails here reaches a request.

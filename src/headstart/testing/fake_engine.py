@@ -32,6 +32,11 @@ class _Running:
     first_token_s: float | None = None
     aborted: bool = False
 
+    @property
+    def over(self) -> bool:
+        deadline_s = self.request.deadline_s
+        return self.aborted or (deadline_s is not None and time.monotonic() >= self.submitted + deadline_s)
+
 
 @dataclass(slots=True)
 class FakeEngine:
@@ -120,8 +125,8 @@ class FakeEngine:
                     self._changed.wait(1.0)
                     continue
                 turn = list(self._running)
-                doomed = [running for running in self._waiting if running.aborted]
-                self._waiting = [running for running in self._waiting if not running.aborted]
+                doomed = [running for running in self._waiting if running.over]
+                self._waiting = [running for running in self._waiting if not running.over]
             for running in doomed:
                 self._end(running, "abort")
             for running in turn:
@@ -150,7 +155,7 @@ class FakeEngine:
 
     def _step(self, running: _Running) -> bool:
         """Give one token; True once the request has ended."""
-        if running.aborted:
+        if running.over:
             return self._end(running, "abort")
         if not self.gate.is_set():
             return False

@@ -140,9 +140,7 @@ class Admission:
                 continue
             sequence.kv = None if self._owed_before(sequence) else self._rooms.first(sequence, None)
             if sequence.kv is None:
-                self._loads.promote(
-                    sequence.tokens, sequence.request.salt, sequence.request.shared_tokens, sequence.identity
-                )
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.request.shared_tokens, sequence.identity)
                 continue
             self._loads.start(sequence)
             if sequence.load is None:  # it is to be computed
