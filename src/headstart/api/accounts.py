@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -129,7 +129,7 @@ class Account:
 
 class Accounts:
     """`keyring`: None lets everybody in. `log`: None keeps no usage log. `deadline_s`: the longest that a request may take.
-    `on_ended`: told of every request, for traces."""
+    `on_ended`: told of every request, for traces. `clock`: that limits go by."""
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class Accounts:
         log: UsageLog | None = None,
         deadline_s: float | None = None,
         on_ended: Ended | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = keyring
         self.log = log
@@ -146,7 +147,7 @@ class Accounts:
         self.receipts = Receipts()
         self.counters = Counters()
         self.by_tenant: dict[str, dict[str, int]] = {}
-        self._limits = Limits()
+        self._limits = Limits(clock)
         self._on_ended = on_ended
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
