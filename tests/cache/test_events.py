@@ -77,7 +77,9 @@ def test_what_a_full_tier_evicts_is_told_as_removed(publisher: Publisher) -> Non
     tier = MemoryTier(512 << 10)
     with told_cache(publisher, tier) as cache, follow(publisher) as router:
         kvs = [prompt(8 * 64, seed=seed) for seed in range(40)]
-        for kv in kvs:
+        saved(cache, kvs[0])
+        router.until(lambda: names(kvs[0])[0] in router.blocks.get("CPU", {}))
+        for kv in kvs[1:]:
             saved(cache, kv)
         assert tier.statistics().counters["evicted_capacity"]
         there = [name for kv in kvs for name in names(kv) if tier.locate(TINY.digest, [full(kv, name)]).extents[0] >= 0]
