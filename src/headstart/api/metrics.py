@@ -138,26 +138,26 @@ def _labels(service: Service) -> tuple[str, str]:
 def _account_metrics(accounts: Accounts) -> Iterator[Metric]:
     """Return what each tenant used; without keys all are nobody. How many are named is bounded, the others are "*"."""
     by_tenant = {name: dict(sums) for name, sums in accounts.by_tenant.copy().items()}
-    for measure, about in (
-        ("requests", "Requests of a tenant, refused ones included."),
-        ("prompt_tokens", "Tokens of a tenant's prompts."),
-        ("cached_memory_tokens", "Tokens of a tenant's prompts that were found in memory."),
-        ("cached_disk_tokens", "Tokens of a tenant's prompts that were found on disk."),
-        ("written_tokens", "Tokens of a tenant's prompts that were accepted for writing."),
-        ("output_tokens", "Tokens that a tenant was answered."),
+    for name, column, about in (
+        ("headstart_tenant_requests", "requests", "Requests of a tenant, refused ones included."),
+        ("headstart_tenant_prompt_tokens", "prompt", "Tokens of a tenant's prompts."),
+        ("headstart_tenant_cached_memory_tokens", "cached_memory", "Tokens of a tenant's prompts that were found in memory."),
+        ("headstart_tenant_cached_disk_tokens", "cached_disk", "Tokens of a tenant's prompts that were found on disk."),
+        ("headstart_tenant_written_tokens", "written", "Tokens of a tenant's prompts that were accepted for writing."),
+        ("headstart_tenant_output_tokens", "output", "Tokens that a tenant was answered."),
     ):
-        family = CounterMetricFamily(f"headstart_tenant_{measure}", about, labels=("tenant",))
-        for name, sums in by_tenant.items():
-            family.add_metric((name,), sums[measure.removesuffix("_tokens")])
+        family = CounterMetricFamily(name, about, labels=("tenant",))
+        for tenant, sums in by_tenant.items():
+            family.add_metric((tenant,), sums[column])
         yield family
     counters = accounts.counters.snapshot() | ({} if accounts.log is None else accounts.log.counters.snapshot())
-    for name, about in (
-        ("account_faults", "Failures in keeping accounts; no request failed for them."),
-        ("usage_clamped", "Requests whose numbers did not add up and were cut to what can be."),
-        ("usage_lines_lost", "Lines that could not be written to the usage log."),
-        ("usage_write_failed", "Failures in writing the usage log, which is tried again."),
+    for name, counter, about in (
+        ("headstart_account_faults", "account_faults", "Failures in keeping accounts; no request failed for them."),
+        ("headstart_usage_clamped", "usage_clamped", "Requests whose numbers did not add up and were cut to what can be."),
+        ("headstart_usage_lines_lost", "usage_lines_lost", "Lines that could not be written to the usage log."),
+        ("headstart_usage_write_failed", "usage_write_failed", "Failures in writing the usage log, which is tried again."),
     ):
-        yield CounterMetricFamily(f"headstart_{name}", about, value=counters.get(name, 0))
+        yield CounterMetricFamily(name, about, value=counters.get(counter, 0))
 
 
 def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) -> Iterator[Metric]:
