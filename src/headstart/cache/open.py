@@ -43,7 +43,8 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 disk = _open_disk(config)
                 tiers.append(disk)
                 logged = disk.warnings
-                write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
+                directories = [device.path for device in disk.devices] or config.directories
+                write_budget_bytes = _write_budget(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     for warning in warnings:
@@ -84,7 +85,10 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         return tier
 
     return DeviceTier.open(
-        config.directories, open_directory=open_directory, capacities=lambda rooms: capacities_of(config, rooms)
+        config.directories,
+        open_directory=open_directory,
+        capacities=lambda rooms: capacities_of(config, rooms),
+        patient=True,
     )
 
 

@@ -113,7 +113,7 @@ def recover(
         if own is None:
             with marker.hold(charging=True) as only_one:
                 if not only_one:
-                    raise StoreError("another process has been writing for too long", reason="busy", path=directory.root)
+                    raise StoreError(marker.busy, reason="busy", path=directory.root)
                 _require_room(disk, directory, capacity_bytes)
                 journal = Journal.create(
                     disk,

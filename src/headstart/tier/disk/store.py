@@ -167,7 +167,7 @@ class Store:
         outermost, wait_s = not self.marker.held, ALONE_S if wait_s is None else wait_s
         with self.marker.hold(charging=True, wait_s=wait_s) as alone:
             if not alone and wait_s:
-                self.pauses.begin(f"another process has been writing for {wait_s:.0f} s", for_s=BUSY_S)
+                self.pauses.begin(self.marker.busy, for_s=BUSY_S)
             if alone and outermost:
                 alone = self.follow()
                 if alone and (self.marker.unsure or self.opening):
