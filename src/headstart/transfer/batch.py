@@ -57,9 +57,9 @@ class Start:
         if batch is None:
             self._pool.submit(self._heads)
             return
-        workers = [_Worker(batch) for _ in range(self._pool.threads)]
-        # Behind the workers: when a thread comes to it, the others are reading, and need the interpreter no more.
-        self._pool.submit([*workers, _Rest(batch)])
+        *workers, last = (_Worker(batch) for _ in range(self._pool.threads))
+        # Behind the other workers: when a thread comes to it, they are reading, and need the interpreter no more.
+        self._pool.submit([*workers, _Rest(batch, last)])
 
     def abandon(self, error: BaseException) -> None:
         for head in self._heads:
@@ -374,14 +374,16 @@ class _Worker:
 
 
 class _Rest:
-    """The job that lays out what comes behind the heads."""
+    """The job that lays out what comes behind the heads; then it is a worker like the others."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, worker: _Worker) -> None:
         self._batch = batch
-        self.urgency = (int(batch.load.turn_s * 1e9), 0, 0)
+        self._worker = worker
+        self.urgency = worker.urgency
 
     def run(self, staging: Staging) -> None:
         self._batch.lay_out_rest()
+        self._worker.run(staging)
 
     def abandon(self, error: BaseException) -> None:
-        self._batch.abandon(error)
+        self._worker.abandon(error)
