@@ -29,7 +29,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
-    write_budget_bytes: int | None = None
+    budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -44,7 +44,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 tiers.append(disk)
                 logged = disk.warnings
                 directories = [device.path for device in disk.devices] or config.directories
-                write_budget_bytes = _write_budget(config, directories)
+                budget_bytes = write_budget_bytes(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     for warning in warnings:
@@ -54,7 +54,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         identity=identity,
         representation=representation,
         load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=write_budget_bytes,
+        write_budget_bytes=budget_bytes,
         warnings=[*warnings, *logged],
     )
 
@@ -99,7 +99,7 @@ def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
     return split_total(rooms, parse_size(config.capacity))
 
 
-def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:
+def write_budget_bytes(config: CacheConfig, directories: Sequence[Path]) -> int | None:
     """Return what may be written a day; None for any amount, and where no file system says how large it is."""
     if config.write_budget == "unlimited":
         return None
