@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from threading import Condition
 
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.pause import ONLY_READABLE
 from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
+from headstart.tier.disk.table import Segment
 
 MAX_IDLE_FILES = 256
 _SHARE_OF_FILES = 8  # such a part of the files that the process may have open is kept idle; a file has two descriptors

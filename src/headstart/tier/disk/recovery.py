@@ -22,7 +22,7 @@ from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
+from headstart.tier.disk.books import REMOVALS_KEPT, Books
 from headstart.tier.disk.bulk import Loaded
 from headstart.tier.disk.charges import charged_bytes
 from headstart.tier.disk.directory import Directory, Listing
@@ -42,6 +42,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.removal import alone, measure
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.table import Segment
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from headstart.policy.clock import SteadyClock
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.adding import add_extent, seal_segments
-from headstart.tier.disk.books import Books, Segment
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.carrying import carry
 from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
@@ -38,6 +38,7 @@ from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, to
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import BOUNDARY_STATE, ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, remove, unlink
+from headstart.tier.disk.table import Segment
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
