@@ -139,27 +139,38 @@ def destination_of(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np
     """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
     layers = []
     memory = []
+    sizes = {nbytes: [nbytes] * load.pieces for nbytes in {*load.representation.layer_bytes} if nbytes is not None}
     for layer, nbytes in enumerate(load.representation.layer_bytes):
         assert nbytes is not None
-        buffers = flat(into.buffers(layer, load.first_piece, [nbytes] * load.pieces))
-        if not isinstance(buffers, np.ndarray):
-            if len(buffers) != 1:
-                return None
-            buffers = np.frombuffer(buffers[0], np.uint8)
-        if buffers.nbytes != load.pieces * nbytes or buffers.dtype != np.uint8 or not buffers.flags.writeable:
+        buffers = flat(into.buffers(layer, load.first_piece, sizes[nbytes]))
+        array = (
+            buffers if isinstance(buffers, np.ndarray) else np.frombuffer(buffers[0], np.uint8) if len(buffers) == 1 else None
+        )
+        if array is None or array.nbytes != load.pieces * nbytes or array.dtype != np.uint8 or not array.flags.writeable:
             return None
-        if buffers.ndim == 1:
-            buffers = buffers.reshape(load.pieces, nbytes)
-        if buffers.ndim == 2:
-            buffers = buffers[:, np.newaxis]
-        if buffers.ndim != 3 or buffers.shape[0] != load.pieces or (buffers.strides[2] != 1 and buffers.shape[2] > 1):
+        rows = _rows_of(array, load.pieces, nbytes)
+        if rows is None:
             return None
-        address, (_, rows, row_bytes) = _address(buffers), buffers.shape
-        strides = buffers.strides[0], buffers.strides[1] if rows > 1 else row_bytes
-        direct = not any(number % ALIGNMENT for number in (address, *strides, row_bytes))
-        layers.append((address, nbytes, strides[0], rows, row_bytes, strides[1], direct))
-        memory.append(buffers)
+        address, (stride, count, row_bytes, row_stride) = _address(array), rows
+        direct = not (address | stride | row_stride | row_bytes) % ALIGNMENT
+        layers.append((address, nbytes, stride, count, row_bytes, row_stride, direct))
+        memory.append(array)
     return np.array(layers, native.LAYER), memory
+
+
+def _rows_of(array: npt.NDArray[np.uint8], pieces: int, nbytes: int) -> tuple[int, int, int, int] | None:
+    """Return from where to where it is to the next piece, how many rows a piece has, how long they are, and from where to where
+    it is to the next one; None where the array cannot be seen like that."""
+    if array.ndim == 1 and array.strides[0] == 1:
+        return nbytes, 1, nbytes, nbytes
+    if array.ndim == 1:
+        array = array.reshape(pieces, nbytes)
+    if array.ndim == 2:
+        array = array[:, np.newaxis]
+    if array.ndim != 3 or array.shape[0] != pieces or (array.strides[2] != 1 and array.shape[2] > 1):
+        return None
+    _, rows, row_bytes = array.shape
+    return array.strides[0], rows, row_bytes, array.strides[1] if rows > 1 else row_bytes
 
 
 def lay_out(
