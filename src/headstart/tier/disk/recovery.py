@@ -309,14 +309,15 @@ def _see_all(store: Store, segments: Sequence[Segment]) -> Iterator[_Seen]:
 
 
 def _see(store: Store, segment: Segment) -> _Seen:
+    path = store.directory.segment_path(segment.name)
     try:
-        facts = store.disk.stat(store.directory.segment_path(segment.name))
+        facts = store.disk.stat(path)
     except FileNotFoundError:
         return _Seen(None)
     except OSError as error:
         return _Seen(None, error)
     try:
-        store.files.check(segment)
+        store.files.check(segment, path)
     except (OSError, StoreError) as error:
         return _Seen(facts, error)
     return _Seen(facts)
