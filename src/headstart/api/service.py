@@ -318,11 +318,11 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
 
 def paused_tiers(statistics: CacheStatistics) -> list[str]:
     """Return a sentence for every tier that stores nothing now, and for every device of one that does not take part."""
-    said = [
-        f"nothing is stored in the tier {tier.name!r} for now, what is there is still read: {tier.paused}"
-        for tier in statistics.tiers
-        if tier.paused
-    ]
+    said = []
+    for tier in statistics.tiers:
+        if tier.paused:
+            read = ", what is there is still read" if tier.blocks else ""
+            said.append(f"nothing is stored in the tier {tier.name!r} for now{read}: {tier.paused}")
     return said + [
         f"device {device.name} of the tier {tier.name!r} takes nothing for now: {device.paused}"
         for tier in statistics.tiers

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -279,7 +279,8 @@ class PrefixCache:
         tiers = []
         for source in self._sources:
             with counted(self._counters, source.tier, "statistics"):
-                tiers.append(source.tier.statistics())
+                found = source.tier.statistics()
+                tiers.append(replace(found, paused=found.paused or self._saver.why_not(source)))
         return CacheStatistics(tiers=tuple(tiers), counters=self._counters.snapshot())
 
     def check(self) -> list[Problem]:
