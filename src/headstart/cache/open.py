@@ -26,6 +26,12 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
     opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
+    return open_caches(config, identity=identity, representations=[representation])[0]
+
+
+def open_caches(config: CacheConfig, *, identity: Identity, representations: Sequence[Representation]) -> list[PrefixCache]:
+    """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
+    what is stored of several shards. Closing one closes the tiers of all."""
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
@@ -48,14 +54,17 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     for warning in warnings:
         _log.warning("%s", warning)
-    return PrefixCache(
-        tiers,
-        identity=identity,
-        representation=representation,
-        load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=write_budget_bytes,
-        warnings=[*warnings, *logged],
-    )
+    return [
+        PrefixCache(
+            tiers,
+            identity=identity,
+            representation=representation,
+            load_timeout_s=config.load_timeout_s,
+            write_budget_bytes=write_budget_bytes,
+            warnings=[*warnings, *logged],
+        )
+        for representation in representations
+    ]
 
 
 def _open_disk(config: CacheConfig) -> DeviceTier:
