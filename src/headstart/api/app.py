@@ -1,4 +1,4 @@
-"""The HTTP application: routes, bodies, request ids, errors. What an answer is made of lies in `service` and `openai`."""
+"""The HTTP application: routes, bodies, request ids, errors. `service` makes answers, `dialects` say how they are written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,12 +20,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.api import metrics, openai, streaming
+from headstart.api import metrics, streaming
 from headstart.api.access import HostCheck, require_json
+from headstart.api.dialects import chat, completions
+from headstart.api.dialects.base import About, Dialect, Shape
 from headstart.api.errors import BodyTooLarge, error_response, plain_response
 from headstart.api.generation import Generation
+from headstart.api.pieces import Piece, joined
 from headstart.api.service import Service
-from headstart.api.writing import Piece, Shape, joined
 from headstart.errors import HeadstartError, RequestError
 
 log = logging.getLogger("headstart")
@@ -56,22 +58,24 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
     async def model(request: Request) -> Response:
         return _json(service.model_object(request.path_params["name"]))
 
-    async def chat(request: Request) -> Response:
-        return await answer(request, openai.parse_chat)
+    def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        return partial(answer, dialect)
 
-    async def completions(request: Request) -> Response:
-        return await answer(request, openai.parse_completion)
-
-    async def answer(request: Request, parse: Callable[[bytes], openai.Ask]) -> Response:
+    async def answer(dialect: Dialect, request: Request) -> Response:
         require_json(request.headers)
         served = service.require_served()
         with service.holding_body() as more:
             body = await _body(request, more)
             # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
-            ask = parse(body) if len(body) <= INLINE_BYTES else await service.off_loop(parse, body)
+            on_loop = len(body) <= INLINE_BYTES
+            ask = (
+                dialect.parse(body, request.headers)
+                if on_loop
+                else await service.off_loop(dialect.parse, body, request.headers)
+            )
             del body
-            generation = await service.start(replace(ask, handling=openai.handling_of(request.headers)))
-        shape = Shape(ask.kind, generation.id, int(time.time()), served.adapter_of(ask.model) or served.name, ask.include_usage)
+            generation = await service.start(ask)
+        shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
         if ask.stream:
             return _EventStream(generation, shape)
         with generation:
@@ -87,8 +91,8 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
             Route("/metrics", scrape),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", answering(chat), methods=["POST"]),
+            Route("/v1/completions", answering(completions), methods=["POST"]),
         ],
         exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
     )

@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
 
+from headstart.api.ask import Ask
 from headstart.api.errors import GenerationFailed, NotReady
-from headstart.api.openai import Ask
+from headstart.api.pieces import Piece, Told
 from headstart.api.served import Served
-from headstart.api.writing import Piece, Told, usage_of
+from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.render import TextStream
 
@@ -132,10 +132,10 @@ class Generation:
         finally:
             self._nobody_reads()
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
         receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
-        return usage_of(receipt, completion_tokens=sum(answer.completion_tokens for answer in self.answers))
+        return Usage.of(receipt, output_tokens=sum(answer.completion_tokens for answer in self.answers))
 
     def __enter__(self) -> Generation:
         return self

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from headstart.api.ask import Ask
 from headstart.api.errors import ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
-from headstart.api.openai import Ask
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt
@@ -140,7 +140,7 @@ class Service:
                 self._told_of_tools = True
                 self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
             self.require_served()  # the server may have begun to go down meanwhile
-            id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+            id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             generation = Generation(
                 id,
                 _requests(id, served, ask, prompt),
@@ -235,7 +235,7 @@ class Service:
 def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
     context = served.engine.info.context_tokens
-    if ask.kind == "chat":
+    if ask.messages is not None:
         return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
     return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
@@ -253,8 +253,7 @@ def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
 
 def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> list[GenerationRequest]:
     """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
-    param = "messages" if ask.kind == "chat" else "prompt"
-    first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=param)
+    first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=ask.prompt_param)
     ends: frozenset[int] = frozenset() if ask.ignore_eos else first.stop_ids
     first = replace(
         first,
