@@ -8,7 +8,8 @@ from typing import Any
 
 from serving import connector, serving
 
-PROMPT = [random.Random(4).randrange(5, 500) for _ in range(700)]
+_dice = random.Random(4)
+PROMPT = [_dice.randrange(5, 500) for _ in range(700)]
 STORED = 640
 
 

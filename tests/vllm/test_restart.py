@@ -13,7 +13,8 @@ STORED = 1024
 
 
 def prompt(seed: int, tokens: int = STORED + 16) -> list[int]:
-    return [random.Random(seed).randrange(200, 40_000) for _ in range(tokens)]
+    dice = random.Random(seed)
+    return [dice.randrange(200, 40_000) for _ in range(tokens)]
 
 
 LONG, TENANT, FRESH = prompt(1), prompt(2, 400), prompt(3, 300)

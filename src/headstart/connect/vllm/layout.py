@@ -181,7 +181,8 @@ def _layout_name(vllm_config: Any, layers: Sequence[tuple[str, Any, torch.Tensor
 
 def _order(view: torch.Tensor) -> list[int]:
     """Return the axes of a page, outermost in memory first."""
-    return sorted(range(1, view.ndim), key=lambda axis: (-view.stride(axis), axis))
+    strides = view.stride()
+    return sorted(range(1, view.ndim), key=lambda axis: (-strides[axis], axis))
 
 
 def _place(name: str) -> tuple[list[int], str]:

@@ -79,7 +79,7 @@ def page_view(layer: torch.Tensor, *, blocks: int) -> torch.Tensor:
     if layer.shape[0] != blocks:
         if layer.shape[0] % blocks:
             raise UnknownLayout(f"{layer.shape[0]} kernel blocks are no multiple of {blocks} blocks")
-        layer = layer.unflatten(0, (blocks, -1))
+        layer = torch.unflatten(layer, 0, (blocks, -1))
     size = layer.element_size()
     stretches: list[tuple[int, int]] = []  # (how many, bytes from one to the next), outermost first, bytes themselves last
     for count, stride in sorted(zip(layer.shape[1:], layer.stride()[1:], strict=True), key=lambda axis: -axis[1]):

@@ -30,7 +30,7 @@ class Statistics(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types f
     """What was counted since the last time; `data` maps names of COUNTERS to numbers."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: Any) -> Statistics:
         for name, amount in other.data.items():

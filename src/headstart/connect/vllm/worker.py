@@ -39,8 +39,8 @@ class Worker:
         self.handshake: Handshake | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take what vLLM allocated; find out what it means and how it lies, and open the cache. What cannot be stored is said in
-        the handshake and in the log, and vLLM serves as without the connector. A second time takes the place of the first."""
+        """Take what vLLM allocated, find out what it means and how it lies, open the cache. What cannot be stored is said in
+        the handshake and the log, and vLLM serves as without the connector. A second time takes the place of the first."""
         self.close()
         rank = _rank()
         nothing = Handshake(rank, socket.gethostname(), None, None)
