@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.block.identity import Identity
@@ -105,6 +105,7 @@ class Scheduler:
         self._piece = representations[0].piece_tokens
         config = self._settings.config.cache
         if self._settings.stores:
+            config = replace(config, kv_events="")  # the workers tell of what they store
             self._caches = open_caches(config, identity=self._identity, representations=representations)
             return
         block_bytes = BLOCK_TOKENS * sum(one.bytes_per_token or 0 for one in representations)

@@ -56,8 +56,10 @@ class Worker:
         if not self._settings.stores:
             return
         config = self._settings.config.cache
-        self._cache = open_cache(config, identity=identity, representation=representation)
         first = rank == (0, 0)
+        if not first:
+            config = replace(config, kv_events="")  # all ranks store the same tokens; one of them tells of it
+        self._cache = open_cache(config, identity=identity, representation=representation)
         self._loader = Loader(self._cache, layout, memory, timeout_s=config.load_timeout_s, taking=self._taking, counts=first)
         self._keeper = Keeper(self._cache, layout, memory, taking=self._taking)
 
