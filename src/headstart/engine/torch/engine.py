@@ -54,7 +54,8 @@ _T = TypeVar("_T")
 
 _IDLE_S = 1.0  # a wake-up that was missed costs this much, never a hang
 _CLOSE_S = 60.0
-_TOUCH_TOKENS = 256  # KV memory that one idle moment backs with pages
+_TOUCH_TOKENS = 256  # KV memory that one idle moment backs with pages, …
+_TOUCH_AFTER_S = 1.0  # … so long after the last work: the first request often comes as soon as the server is ready
 
 
 class TorchEngine:
@@ -135,6 +136,7 @@ class TorchEngine:
             patience_s=load_timeout_s,
             share=not deterministic,
         )
+        self._worked_s = time.monotonic()  # when the thread last had something to do
         self._thread = Thread(target=self._serve, name="headstart-engine", daemon=True)
         self._thread.start()
 
@@ -258,6 +260,8 @@ class TorchEngine:
                 self._roster.wake.clear()
                 try:
                     busy = self._round()
+                    if busy:
+                        self._worked_s = time.monotonic()
                     if not busy and (self._roster.running or not self._touch_more()):
                         self._roster.wake.wait(self._idle_s())
                 except Exception:  # noqa: BLE001 - the thread's outer edge
@@ -296,7 +300,9 @@ class TorchEngine:
     def _touch_more(self) -> bool:
         """Use an idle moment to back KV memory for later requests, and to look ahead when that is done; a request that arrives
         waits some 10 ms at most. Returns whether there is more to back."""
-        if self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS):
+        if self._roster.wake.is_set():
+            return True
+        if time.monotonic() - self._worked_s >= _TOUCH_AFTER_S and self._memory.touch(_TOUCH_TOKENS):
             return True
         self._loads.look_ahead()
         return False
@@ -318,6 +324,7 @@ class TorchEngine:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - it is the caller's
                 future.set_exception(error)
+            self._worked_s = time.monotonic()
 
     def __enter__(self) -> TorchEngine:
         return self
