@@ -9,6 +9,7 @@ Later wins: defaults, file, environment, flags. Unknown keys are refused with th
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -32,6 +33,7 @@ Kept = Annotated[str, Meta(extra={"size": ("%",), "check": "kept"})]
 SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
+Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
 RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
@@ -59,6 +61,10 @@ class CacheConfig:
     write_budget: Annotated[
         Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
     ] = "30%"
+    kv_events: Annotated[
+        Endpoint,
+        Meta(description='where what is stored is told to routers, as vLLM does, e.g. "tcp://127.0.0.1:5557"; "" for nowhere'),
+    ] = ""
     save_every: Annotated[Count, Meta(description="tokens of a long prompt after which what is computed so far is kept")] = 2048
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
@@ -104,10 +110,26 @@ class EngineConfig:
 class ServerConfig:
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
-    allow_remote: Annotated[bool, Meta(description="listen on an address that other machines reach; there are no keys yet")] = (
-        False
-    )
+    allow_remote: Annotated[
+        bool, Meta(description="listen on an address that other machines reach though no keys are asked for")
+    ] = False
+    keys: Annotated[
+        Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
+    ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    answers: Annotated[
+        str, Meta(description="how reasoning and tool calls are written: auto, none, or the name of a family of models")
+    ] = "auto"
+    deadline_s: Annotated[
+        float | None, Meta(gt=0, le=86400, description="the longest that a request may take; a header may ask for less")
+    ] = None
+    shared_prefixes: Annotated[
+        Path | None, Meta(description="file of prompts whose stored beginnings all tenants share, a JSON object a line")
+    ] = None
+    usage_log: Annotated[Path, Meta(description="folder of the usage log, a line for each request")] = Path(
+        "~/.cache/headstart/usage"
+    )
+    usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +183,14 @@ class Setting:
         return self.default is False
 
 
-def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | None = None) -> Config:
+def load_config(
+    file: Path | None = None, *, overrides: Mapping[str, object] | None = None, overrides_from: str | None = None
+) -> Config:
     """Return the configuration from defaults, `file` (or $HEADSTART_CONFIG), HEADSTART_* and `overrides`.
 
-    Overrides are what flags give: {"cache.memory": "1GiB"}. A leading ~ in a path is the home directory.
-    Raises ConfigError naming the key, where it was set and the nearest right name."""
+    Overrides are what flags give: {"cache.memory": "1GiB"}; `overrides_from` says where they stand if they are not flags
+    ("in …"). A leading ~ in a path is the home directory. Raises ConfigError naming the key, where it was set and the nearest
+    right name."""
     if file is None and (named := os.environ.get("HEADSTART_CONFIG")):
         file = Path(named)
     chosen: dict[str, Any] = {key: _expanded(setting.default) for key, setting in settings().items()}
@@ -173,7 +198,7 @@ def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | N
         chosen |= _from_file(file)
     chosen |= _from_environment(os.environ)
     for key, value in (overrides or {}).items():
-        chosen[key] = _converted(key, value, where=_where_flag(key), strict=False)
+        chosen[key] = _converted(key, value, where=overrides_from or _where_flag(key), strict=False)
     return _assemble(chosen)
 
 
@@ -270,6 +295,20 @@ def model_places() -> ModelPlaces:
     )
 
 
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Return host and port of a TCP endpoint, the path and None of a local one. Raises ConfigError.
+
+    >>> parse_endpoint("tcp://127.0.0.1:5557"), parse_endpoint("ipc:///run/kv")
+    (('127.0.0.1', 5557), ('/run/kv', None))
+    """
+    if text.startswith("ipc:///"):
+        return text.removeprefix("ipc://"), None
+    found = re.fullmatch(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/*\[\]]+):(\d{1,5})", text)
+    if found is None or int(found[2]) > _LAST_PORT - 1:  # the one behind it is taken too
+        raise ConfigError('write "tcp://127.0.0.1:5557" or "ipc:///path"', text=text)
+    return found[1].strip("[]"), int(found[2])
+
+
 def prefer_sleeping_threads() -> None:
     """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
 
@@ -295,6 +334,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
+_LAST_PORT = 65_535
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
 
 
@@ -309,6 +349,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "retention": parse_retention,
     "quotas": parse_quotas,
     "folders": parse_adapters,
+    "endpoint": lambda text: text and parse_endpoint(text),
 }
 
 
@@ -483,4 +524,19 @@ def _assemble(chosen: Mapping[str, Any]) -> Config:
         )
 
     config: Config = section(Config, "")
+    if config.cache.kv_events and not config.server.allow_remote and not _is_private(config.cache.kv_events):
+        raise ConfigError(
+            f"cache.kv_events: {config.cache.kv_events} can be reached by others, who would read every prompt's tokens there; "
+            "take 127.0.0.1, or say --allow-remote",
+            key="cache.kv_events",
+        )
     return config
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether only this machine's users reach an endpoint."""
+    host, port = parse_endpoint(endpoint)
+    try:
+        return port is None or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from headstart.api.keys import read_keys
 from headstart.api.served import Served
+from headstart.api.shared import SharedPrefixes, read_shared
 from headstart.cli.progress import OnProgress
-from headstart.config import Config
+from headstart.config import Config, parse_quotas
 from headstart.engine.base import Sampling
 from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
 from headstart.render import GGUFRenderer, Renderer
+from headstart.render.answers import Family, family_named, family_of
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -39,7 +43,9 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
     part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
     renderer.warm_up()
-    engine = open_engine(folder.path, config, on_progress=part)
+    file = config.server.shared_prefixes
+    shared = SharedPrefixes() if file is None else read_shared(file, renderer)
+    engine = open_engine(folder.path, _with_disk_quotas(config), on_progress=part)
     return Served(
         name=folder.name,
         engine=engine,
@@ -47,6 +53,8 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
         defaults=sampling_defaults(folder.path),
         note=folder.note,
         cache=engine.cache,
+        shared=shared,
+        answers=answers_of(renderer, config.server.answers),
     )
 
 
@@ -56,10 +64,17 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
     for key, given in (("adapters", config.engine.adapters), ("deterministic", config.engine.deterministic)):
         if given:
             raise ConfigError(f"engine.{key} is not for GGUF models; leave it out, or serve a folder", key=f"engine.{key}")
-    engine = open_engine(file.path, config, on_progress=part)
-    part("reading the tokenizer", None)
-    renderer = GGUFRenderer(engine.weights.vocabulary, template=engine.weights.chat_template)
-    renderer.warm_up()
+    engine = open_engine(file.path, _with_disk_quotas(config), on_progress=part)
+    try:
+        part("reading the tokenizer", None)
+        renderer = GGUFRenderer(engine.weights.vocabulary, template=engine.weights.chat_template)
+        renderer.warm_up()
+        declared = config.server.shared_prefixes
+        shared = SharedPrefixes() if declared is None else read_shared(declared, renderer)
+        answers = answers_of(renderer, config.server.answers)
+    except BaseException:
+        engine.close()
+        raise
     return Served(
         name=file.name,
         engine=engine,
@@ -67,7 +82,26 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
         defaults=_gguf_defaults(engine.weights.metadata),
         note=file.note,
         cache=engine.cache,
+        shared=shared,
+        answers=answers,
     )
+
+
+def answers_of(renderer: Renderer, named: str) -> Family | None:
+    """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
+    if named != "auto":
+        return family_named(named)
+    return family_of(renderer.template, own=renderer.response_template)
+
+
+def _with_disk_quotas(config: Config) -> Config:
+    """Return the configuration with what keys say of their tenants' share of the disk; cache.quotas goes first."""
+    if config.server.keys is None:
+        return config
+    of_keys = {key.tenant: key.disk for key in read_keys(config.server.keys).values() if key.disk is not None}
+    quotas = of_keys | parse_quotas(config.cache.quotas)
+    told = ", ".join(f"{tenant}={size}" for tenant, size in quotas.items())
+    return replace(config, cache=replace(config.cache, quotas=told))
 
 
 def _import_libraries() -> None:

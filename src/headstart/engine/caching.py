@@ -10,6 +10,7 @@ from headstart.block.representation import Representation
 from headstart.cache.open import capacities_of, open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
+from headstart.tier.base import TierStatistics
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
@@ -42,8 +43,14 @@ def open_told(settings: CacheConfig, *, identity: Identity, representation: Repr
     if not tiers:
         cache.close()
         return None, "; ".join(("off", *wrong))
-    places = " and ".join({"memory": "in memory", "disk": "on disk"}.get(name, f"in {name}") for name in tiers)
+    places = " and ".join(map(_place, tiers.values()))
     return cache, "; ".join((f"prefixes are kept {places}", *wrong))
+
+
+def _place(tier: TierStatistics) -> str:
+    if tier.name != "disk":
+        return f"in {tier.name}"
+    return "on disk" if tier.capacity_bytes else "on disk once it can be opened"
 
 
 def _disk_capacity(config: CacheConfig) -> tuple[int, str]:

@@ -46,10 +46,9 @@ def identity_of(folder: Path, *, digests: Path | None = None, clock_ns: Callable
     return Identity(weights=total.digest(), architecture=canonical_architecture(config))
 
 
-def digest_files(files: Sequence[Path], *, digests: Path | None = None, clock_ns: Callable[[], int] = time.time_ns) -> bytes:
-    """Return the SHA-256 of a file of weights, or one of those of several, remembered in `digests`. Raises ModelError."""
-    found = _digest_files(files, digests, clock_ns)
-    return found[0] if len(found) == 1 else hashlib.sha256(b"".join(found)).digest()
+def file_digests(files: Sequence[Path], *, digests: Path | None = None) -> list[bytes]:
+    """Return the SHA-256 of each file, remembered in `digests` as those of weights are. Raises ModelError."""
+    return _digest_files(files, digests, time.time_ns)
 
 
 def check_folder(folder: Path) -> None:

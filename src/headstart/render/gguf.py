@@ -37,7 +37,9 @@ class Words(Protocol):
 
     def token_bytes(self, token: int) -> bytes: ...
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def special_tokens(self) -> dict[str, int]: ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str: ...
 
 
 class GGUFRenderer(Renderer):
@@ -50,6 +52,7 @@ class GGUFRenderer(Renderer):
         self._tokenizer = PlainTokenizer(None, template=template, special=special)
         self._longest_bytes = max(len(words.name(token).encode()) for token in range(words.size))
         self.stop_ids = words.stop_ids()
+        self._special_tokens = words.special_tokens()
         self.vocabulary = words.size
 
     @property
@@ -74,8 +77,8 @@ class GGUFRenderer(Renderer):
             at += len(written)
         return Tokens(ids, begins)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._words.decode(tokens)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return self._words.decode(tokens, special=special)
 
     def token_bytes(self, token: int) -> bytes:
         return self._words.token_bytes(token)

@@ -57,10 +57,16 @@ class CacheBridge:
         return self._cache.representation.state == "none"
 
     def start_read(
-        self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None, ahead_s: float = 0.0
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
+        identity: Identity | None = None,
+        ahead_s: float = 0.0,
     ) -> Started:
         """Begin to read the longest stored prefix of `tokens`, unless computing it is sooner."""
-        lease = self._cache.match(tokens, salt=salt, identity=identity)
+        lease = self._cache.match(tokens, salt=salt, shared_tokens=shared_tokens, identity=identity)
         read, plan = None, None
         try:
             if lease.tokens:
@@ -81,21 +87,28 @@ class CacheBridge:
                 lease.release()
         return Started(read, plan, lease.tokens, lease.beyond_tokens)
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
+    def stored_tokens(
+        self, tokens: Sequence[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None = None
+    ) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt, identity=identity, ahead=True) as lease:
+        with self._cache.match(tokens, salt=salt, shared_tokens=shared_tokens, identity=identity, ahead=True) as lease:
             return lease.tokens
 
-    def promote(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None) -> bool:
+    def promote(
+        self, tokens: Sequence[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None
+    ) -> bool:
         """See `PrefixCache.promote`."""
-        return self._cache.promote(tokens, most_bytes=_PROMOTED_BYTES, salt=salt, identity=identity)
+        return self._cache.promote(
+            tokens, most_bytes=_PROMOTED_BYTES, salt=salt, shared_tokens=shared_tokens, identity=identity
+        )
 
     def save(
         self,
         tokens: Sequence[int],
         kv: SequenceKV,
         *,
-        salt: str | None,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
         retention: str,
         tenant: str,
@@ -113,6 +126,7 @@ class CacheBridge:
                 tokens,
                 kv,
                 salt=salt,
+                shared_tokens=shared_tokens,
                 identity=identity,
                 retention=retention,
                 tenant=tenant,

@@ -177,6 +177,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
                 logprobs=request.logprobs,
                 min_tokens=request.min_tokens,
                 stop_ids=request.stop_ids,
+                constraint=request.constraint,
             ),
             use_cache=request.use_cache and self._bridge is not None,
             has_state=self._context.recurrent,

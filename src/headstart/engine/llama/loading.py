@@ -33,7 +33,11 @@ class LlamaLoads(LoadBooks[LlamaSequence]):
         begun = time.monotonic()
         try:
             started = self._bridge.start_read(
-                sequence.tokens, salt=sequence.request.salt, identity=sequence.identity, ahead_s=self._ahead_s(sequence)
+                sequence.tokens,
+                salt=sequence.request.salt,
+                shared_tokens=sequence.request.shared_tokens,
+                identity=sequence.identity,
+                ahead_s=self._ahead_s(sequence),
             )
         except Exception:  # noqa: BLE001 - a request's outer edge: without the cache it can still be answered
             self._counters.add("match_faults")
@@ -42,6 +46,7 @@ class LlamaLoads(LoadBooks[LlamaSequence]):
         finally:
             sequence.match_s = time.monotonic() - begun
         sequence.load = started.read
+        sequence.note_known(started.matched_tokens)
         if started.beyond_tokens:
             sequence.diverges = started.matched_tokens + started.beyond_tokens
         if started.plan is not None:

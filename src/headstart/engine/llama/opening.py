@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +14,7 @@ from headstart.block.representation import Representation
 from headstart.config import Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.caching import open_told
-from headstart.engine.checkpoint import digest_files
+from headstart.engine.checkpoint import file_digests
 from headstart.engine.host import free_bytes, physical_cores
 from headstart.engine.llama.binding import Library
 from headstart.engine.llama.context import MOST_SEQUENCES, Context, Row
@@ -62,7 +62,7 @@ def open_engine(file: Path, config: Config, *, on_progress: Callable[[str, float
     digest = None
     if config.cache.enabled:
         on_progress("reading the weights' identity", None)
-        digest = digest_files(parts_of(file), digests=config.models_directory.expanduser() / "digests.json")
+        digest = _digest(parts_of(file), config.models_directory.expanduser() / "digests.json")
     gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
     free = free_bytes()
     _require_room(file, free, gpu=gpu)
@@ -204,6 +204,12 @@ def plan_memory(weights: Weights, sizes: StateSizes, config: Config, *, free: in
     cells = min(max_running * context, max(context, budget // each))
     cells = max(256, -(-cells // 256) * 256)  # libllama's own grain
     return MemoryPlan(context, cells, sequences, max_running, memory_tier, passage)
+
+
+def _digest(parts: Sequence[Path], digests: Path) -> bytes:
+    """Return the SHA-256 of a file, or one of those of the files that a model lies in."""
+    found = file_digests(parts, digests=digests)
+    return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
 
 def _require_room(file: Path, free: int, *, gpu: bool) -> None:

@@ -1,7 +1,9 @@
 """From logits to the next token, by a chain of libllama's samplers for each request.
 
-penalties on prompt and answer ─▶ penalties on the answer ─▶ bias ─▶ no end before `min_tokens` ─▶ the best one
-                                                               └─▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
+    what is allowed ─▶ penalties on prompt and answer ─▶ penalties on the answer ─▶ bias ─▶ no end before `min_tokens`
+        ┌────────────────────────────────────────────────────────────────────────────────────┘
+        ├────▶ the best one
+        └────▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headstart.engine.base import Logprobs, Sampling
+from headstart.engine.base import Constraint, Logprobs, Sampling
 from headstart.engine.llama.binding import Library, LogitBias
 from headstart.engine.llama.context import Context
 from headstart.engine.serving.parts import Choice
@@ -37,9 +39,12 @@ class Sampler:
         logprobs: int | None = None,
         min_tokens: int = 0,
         stop_ids: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self._library = library
         self._logprobs = logprobs
+        self._constraint = constraint
+        self._stop_ids = [token for token in stop_ids if token < vocabulary]
         self._chain: int | None = library.sampler_chain_init(library.sampler_chain_default_params())
         self._end_at: int | None = None  # where in the chain stands what forbids ends
         self._unended = min_tokens if stop_ids else 0
@@ -55,7 +60,7 @@ class Sampler:
         if sampling.logit_bias:
             parts.append(_bias(library, vocabulary, dict(sampling.logit_bias)))
         if self._unended:
-            ends = {token: -math.inf for token in stop_ids if token < vocabulary}
+            ends = dict.fromkeys(self._stop_ids, -math.inf)
             self._end_at = len(parts)
             parts.append(_bias(library, vocabulary, ends))
         if sampling.temperature < _LEAST_TEMPERATURE:
@@ -80,15 +85,34 @@ class Sampler:
             return "the model gave logits that are not finite; its weights or their quantisation are at fault"
         told = None if self._logprobs is None else _log_softmax(logits)
         assert self._chain is not None
+        if self._constraint is not None and (allowed := self._constraint.allowed()) is not None:
+            self._hold(logits, allowed)
         token = context.sample(self._chain, output)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self._unended:
             self._unended -= 1
             if not self._unended:
-                self._library.sampler_free(self._library.sampler_chain_remove(self._chain, self._end_at))
+                self._allow_ends()
         if told is None or self._logprobs is None:
             return Choice(token)
         likeliest = np.argsort(-told, kind="stable")[: self._logprobs]
         return Choice(token, Logprobs(float(told[token]), tuple((int(one), float(told[one])) for one in likeliest)))
+
+    def _hold(self, logits: npt.NDArray[np.float32], allowed: bytes) -> None:
+        """Leave, of the logits where they lie, only what is allowed; if that is the end alone, it may come."""
+        may = np.zeros(len(logits), np.bool_)
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")[: len(logits)]
+        may[: len(bits)] = bits != 0
+        logits[~may] = -np.inf
+        if self._unended:
+            may[self._stop_ids] = False
+            if not may.any():
+                self._unended = 0
+                self._allow_ends()
+
+    def _allow_ends(self) -> None:
+        self._library.sampler_free(self._library.sampler_chain_remove(self._chain, self._end_at))
 
     def close(self) -> None:
         chain, self._chain = self._chain, None

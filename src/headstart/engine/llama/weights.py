@@ -181,13 +181,17 @@ class Vocabulary:
                 return buffer.raw[:found]
             room = -found
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special ones; bytes that are not UTF-8 become U+FFFD."""
+    def special_tokens(self) -> dict[str, int]:
+        """Return control tokens by name."""
+        return {self.name(token): token for token in range(self.size) if self.is_control(token)}
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of `tokens`, with the names of special ones if wanted; bytes that are not UTF-8 become U+FFFD."""
         ids = (c.c_int32 * len(tokens))(*tokens)
         room = 8 * len(tokens) + 64
         while True:
             buffer = c.create_string_buffer(room)
-            found = self._library.detokenize(self._pointer, ids, len(tokens), buffer, room, False, False)
+            found = self._library.detokenize(self._pointer, ids, len(tokens), buffer, room, False, special)
             if found >= 0:
                 return buffer.raw[:found].decode(errors="replace")
             room = -found

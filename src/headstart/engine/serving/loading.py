@@ -62,6 +62,7 @@ class LoadBooks(Generic[S]):
                 session=asked.session,
                 tokens=sequence.tokens,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 started_s=sequence.submitted_s,
                 ended_s=time.monotonic(),
@@ -72,10 +73,12 @@ class LoadBooks(Generic[S]):
         if self._conversations is not None:
             self._conversations.look_ahead(time.monotonic())
 
-    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
+    def promote(self, tokens: Several[int], salt: str | bytes | None, shared_tokens: int, identity: Identity | None) -> bool:
         """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
         try:
-            return self._promoter is not None and self._promoter.promote(tokens, salt=salt, identity=identity)
+            return self._promoter is not None and self._promoter.promote(
+                tokens, salt=salt, shared_tokens=shared_tokens, identity=identity
+            )
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._counters.add("match_faults")
             _log.exception("bringing a prefix to memory failed")

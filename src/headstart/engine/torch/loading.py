@@ -41,6 +41,7 @@ class Loads(LoadBooks[Sequence]):
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                shared_tokens=sequence.request.shared_tokens,
                 identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
@@ -52,6 +53,7 @@ class Loads(LoadBooks[Sequence]):
         finally:
             sequence.match_s = time.monotonic() - begun
         sequence.load = started.load
+        sequence.note_known(started.matched_tokens)
         if started.beyond_tokens:
             sequence.diverges = started.matched_tokens + started.beyond_tokens
         if started.plan is None:
