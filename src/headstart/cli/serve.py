@@ -158,7 +158,7 @@ def accounts_of(server: ServerConfig) -> Accounts:
     keep_bytes = parse_size(server.usage_keep)
     usage_log = None
     try:
-        usage_log = UsageLog(server.usage_log, keep_bytes=keep_bytes) if keep_bytes else None
+        usage_log = UsageLog(server.usage_log.expanduser(), keep_bytes=keep_bytes) if keep_bytes else None
     except UsageLogFailed as error:
         if keyring is not None:
             raise
