@@ -400,7 +400,9 @@ def test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request() ->
     assert not Usage.of(receipt, output_tokens=1).clamped
 
 
-def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_keeping_accounts_reaches_no_request(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing:
         def __call__(self, account: Account, entry: Entry, times: Times | None) -> None:
             raise RuntimeError("accounts are down")
@@ -411,4 +413,7 @@ def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, capl
     with running(engine, accounts=accounts) as server:
         assert ask(server, "none").choices[0].finish_reason == "length"
         eventually(lambda: accounts.counters.get("account_faults") == 1)
+        monkeypatch.setattr(server.service.metrics, "observe", Failing())
+        assert ask(server, "none").choices[0].finish_reason == "length"
+        eventually(lambda: accounts.counters.get("account_faults") == 3)
     assert "accounts are down" in caplog.text
