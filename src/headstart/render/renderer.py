@@ -1,6 +1,6 @@
 """Prompts to token ids through the model's own tokenizer and chat template, and token ids back to text.
 
-A renderer does not change after it was loaded; any number of threads may use one.
+A renderer does not change after it was loaded, but for what it remembers of texts; any number of threads may use one.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
-from headstart.render.cutting import may_cut, parts_of
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
 from headstart.render.plain import load_plain
 from headstart.render.token_bytes import TokenBytes
+from headstart.render.tokenising import Tokeniser
 
 # Not every model's generation_config.json lists all tokens that end an answer. A text's end counts wherever it is in the
 # vocabulary, a turn's end only where the model's own template writes it.
@@ -48,7 +47,7 @@ class Renderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest_token_bytes = _longest_token_bytes(self._backend)
-        self._cuts = may_cut(self._backend)
+        self._tokeniser = Tokeniser(self._backend)
         self._token_bytes = TokenBytes(self._backend)
         self.stop_ids = stop_ids
         self.vocabulary = vocabulary
@@ -81,11 +80,16 @@ class Renderer:
         tools: Sequence[object] | None = None,
         add_generation_prompt: bool = True,
         context_tokens: int | None = None,
+        owner: str = "",
     ) -> list[int]:
-        """Return the token ids of a conversation as the model's template writes it. Raises RequestError naming the place."""
+        """Return the token ids of a conversation as the model's template writes it. `owner`: whose it is; of what was tokenised
+        for the same owner before nothing is tokenised again. Raises RequestError naming the place."""
         text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        # The template has written the special tokens.
-        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
+        return self.written(text, context_tokens=context_tokens, owner=owner)
+
+    def written(self, text: str, *, context_tokens: int | None = None, owner: str = "") -> list[int]:
+        """Return the token ids of a text that holds its special tokens already, as a template has written them."""
+        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
 
     def write(
         self,
@@ -128,7 +132,7 @@ class Renderer:
         ids: list[int] = []
         begins: list[int] = []
         before = 0
-        parts = parts_of(text) if self._cuts and not special_tokens else [text]
+        parts = [text] if special_tokens else list(self._tokeniser.parts(text))
         for part, encoded in zip(parts, self._backend.encode_batch(parts, add_special_tokens=special_tokens), strict=True):
             ids += encoded.ids
             begins += [before + begin for begin, _ in encoded.offsets]
@@ -165,14 +169,11 @@ class Renderer:
         """Return the bytes of one token, which may be a part of a character; of a special one those of its name."""
         return self._token_bytes[token]
 
-    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
+    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None, owner: str = "") -> list[int]:
         text_bytes = _text_bytes(text, param=param)
         if self._longest_token_bytes is not None:
             _refuse_too_long(text_bytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
-        parts = parts_of(text) if self._cuts and not special_tokens else [text]
-        # The fast batch leaves out offsets, which cost as much as the rest.
-        encoded = self._backend.encode_batch_fast(parts, add_special_tokens=special_tokens)
-        return list(chain.from_iterable(one.ids for one in encoded))
+        return self._tokeniser.ids(text, special_tokens=special_tokens, owner=owner)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         ids = list(prompt)

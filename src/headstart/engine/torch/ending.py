@@ -62,13 +62,14 @@ class Endings:
         try:
             asked = sequence.request
             sequence.saving = self._bridge.save(
-                sequence.tokens[: sequence.computed],
+                sequence.tokens[: sequence.kept],
                 sequence.kv,
                 salt=asked.salt,
                 identity=sequence.identity,
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                keep_s=asked.keep_s,
                 own_tokens=own_tokens,
                 states=states,
             )

@@ -96,7 +96,7 @@ class Offer:
 def best_offer(sequence: Sequence, running: Iterable[Sequence]) -> Offer | None:
     """Return the longest beginning, in whole blocks and leaving a token to compute, that a running request has as well."""
     best = None
-    running = list(running)
+    running = list(running) if sequence.use_cache else []
     sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
         if not one.use_cache or one.request.salt != sequence.request.salt or not isinstance(one.kv, HostKV | BranchKV):

@@ -122,6 +122,8 @@ class Stepper:
             self._pace = self._pace.after(seconds=seconds, decoding=decoding, prompt_tokens=prompt_tokens)
         note_turns(self._roster.running, work)
         before = [self._advance(item) for item in work]
+        for item, computed in zip(work, before, strict=True):
+            self._tell(item.sequence, before=computed)
         for sequence, choice in zip(complete, chosen, strict=True):
             if not sequence.over:  # else its last event comes before the next step
                 self._deliver(sequence, choice)
@@ -186,7 +188,15 @@ class Stepper:
                 if load.overdue or load.slow or sequence.over or self._roster.closing or self._roster.mail:
                     raise _Abandoned from error
 
+    def _tell(self, sequence: Sequence, *, before: int) -> None:
+        """Tell who asked for it how far the prompt is. `before`: tokens that were computed before this step."""
+        if sequence.request.progress and before < sequence.prompt_tokens and not sequence.generated and not sequence.over:
+            self._endings.emit(sequence, TokenEvent(None, progress=sequence.progress(time.monotonic())))
+
     def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
+        if sequence.max_tokens == 0:
+            self._endings.end(sequence, "length")
+            return
         if isinstance(choice, str):
             self._counters.add("choice_faults")
             self._endings.end(sequence, "error", error=choice)

@@ -1,0 +1,151 @@
+"""Text to token ids, of which what came before is remembered: a conversation's next turn tokenises only what is new.
+
+A tokenizer takes a text apart at its special tokens before it does anything else, and what lies between two of them becomes
+tokens by itself. So a text is cut at special tokens, and long parts once more between words (`cutting`); each part becomes the
+same tokens wherever it stands, and those of a part that was seen before are looked up.
+
+    <|im_start|>system … │<|im_end|>\\n│<|im_start|>user … │<|im_end|>\\n│<|im_start|>assistant …
+                         cut at the beginning of each special token
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from os.path import commonprefix
+from threading import Lock
+from typing import Any
+
+from headstart.render.cutting import may_cut, parts_of
+
+REMEMBERED_BYTES = 64 << 20
+_ENTRY_BYTES = 200  # of books, beside text and ids
+
+
+class Tokeniser:
+    """Any number of threads may use one. `remembered_bytes`: what is remembered at most, of all owners together."""
+
+    def __init__(self, backend: Any, *, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self._backend = backend
+        self._cuts = may_cut(backend)
+        self._special, self._cut_before = _special(backend)
+        self._parts = _Remembered(remembered_bytes)
+
+    def ids(self, text: str, *, special_tokens: bool = False, owner: str = "") -> list[int]:
+        """Return the tokens of `text`; with `special_tokens` also those that the tokenizer puts around every text. What one
+        owner's texts became is remembered for that owner alone: how soon an answer comes tells what was tokenised before."""
+        if special_tokens:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+        parts = list(self.parts(text))
+        found = self._parts.get(owner, parts)
+        new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
+        if new:
+            # The fast batch leaves out offsets, which cost as much as the rest.
+            encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
+            fresh = {part: array("I", one.ids) for part, one in zip(new, encoded, strict=True)}
+            self._parts.put(owner, fresh)
+            found = [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
+        tokens = array("I")
+        for ids in found:
+            assert ids is not None
+            tokens += ids
+        return tokens.tolist()
+
+    def parts(self, text: str) -> Iterator[str]:
+        """Yield the parts of `text` that become tokens by themselves; joined they are `text`."""
+        for section in self._sections(text):
+            if self._cuts:
+                yield from parts_of(section)
+            else:
+                yield section
+
+    def _sections(self, text: str) -> Iterator[str]:
+        if self._special is None:
+            yield text
+            return
+        begin = 0
+        for match in self._special.finditer(text):
+            if match.start() > begin and match.group() in self._cut_before:
+                yield text[begin : match.start()]
+                begin = match.start()
+        if begin < len(text) or not text:
+            yield text[begin:]
+
+
+class _Remembered:
+    """Tokens of parts by owner and text. Beyond the bound whoever has the most loses what was not used for longest."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._lock = Lock()
+        self._by_owner: OrderedDict[str, OrderedDict[str, array[int]]] = OrderedDict()
+        self._bytes: dict[str, int] = {}
+        self._total_bytes = 0
+
+    def get(self, owner: str, parts: list[str]) -> list[array[int] | None]:
+        with self._lock:
+            mine = self._by_owner.get(owner)
+            if mine is None:
+                return [None] * len(parts)
+            found = [mine.get(part) for part in parts]
+            for part, ids in zip(parts, found, strict=True):
+                if ids is not None:
+                    mine.move_to_end(part)
+            return found
+
+    def put(self, owner: str, fresh: dict[str, array[int]]) -> None:
+        with self._lock:
+            mine = self._by_owner.setdefault(owner, OrderedDict())
+            for part, ids in fresh.items():
+                if part not in mine:
+                    mine[part] = ids
+                    self._count(owner, _nbytes(part, ids))
+            while self._total_bytes > self._most_bytes:
+                largest = max(self._bytes, key=self._bytes.__getitem__)
+                part, ids = self._by_owner[largest].popitem(last=False)
+                self._count(largest, -_nbytes(part, ids))
+                if not self._by_owner[largest]:
+                    del self._by_owner[largest], self._bytes[largest]
+
+    def _count(self, owner: str, nbytes: int) -> None:
+        self._bytes[owner] = self._bytes.get(owner, 0) + nbytes
+        self._total_bytes += nbytes
+
+
+def _nbytes(part: str, ids: array[int]) -> int:
+    return sys.getsizeof(part) + len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+def _special(backend: Any) -> tuple[re.Pattern[str] | None, frozenset[str]]:
+    """Return what finds all tokens that are looked for in a text as it is given, leftmost and longest first as the tokenizer
+    does, and those of them before which it may be cut; None where it may not be cut at any."""
+    if getattr(backend, "encode_special_tokens", False):
+        return None, frozenset()  # special tokens are then text like any other
+    tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized and token.content]
+    # One that takes the spaces beside it along, or minds the words beside it, depends on its neighbours: no cut there, and
+    # none at all where tokens may themselves be such spaces.
+    others = {token.content for token in tokens if token.lstrip or token.rstrip or token.single_word}
+    plain = frozenset(token.content for token in tokens) - others
+    if not plain or (others and any(content != content.strip() for content in plain | others)):
+        return None, frozenset()
+    return re.compile(_any_of(sorted(plain | others))), plain
+
+
+def _any_of(words: list[str]) -> str:
+    """Return an expression for any of `words`, the longest that fits. Words that begin alike are tried together: there may be
+    a thousand, and texts full of what they begin with."""
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        by_first.setdefault(word[:1], []).append(word)
+    optional = by_first.pop("", None) is not None
+    alternatives = []
+    for alike in by_first.values():
+        begin = commonprefix(alike)
+        alternatives.append(re.escape(begin) + _any_of([word[len(begin) :] for word in alike]))
+    if not alternatives:
+        return ""
+    together = alternatives[0] if len(alternatives) == 1 and not optional else f"(?:{'|'.join(alternatives)})"
+    return together + "?" * optional
