@@ -17,7 +17,7 @@ from headstart.render import Renderer
 from headstart.render.tokenising import Tokeniser
 
 sys.path.append(str(Path(__file__).parent.parent / "diagnose"))
-from families import FAMILIES  # noqa: E402
+from families import FAMILIES
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<0x0A>", "<tool>", "  ", "<|im", "im_start|>", "<")
 _WORDS = ("a", "the", " answer", " ", "   ", "\n", "\n\n", "é", "e\u0301", "\u0301", "😀", "語", "user\n", "x=1;", "2024", ".")

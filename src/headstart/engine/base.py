@@ -36,8 +36,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
-    `min_tokens` others were. `salt` keeps tenants apart. With `max_tokens` 0 nothing is generated: the prompt is computed, as far
-    as it is not stored, and kept; it ends with "length".
+    `min_tokens` others were. `salt` keeps tenants apart. With `max_tokens` 0 nothing is generated: the prompt is computed, as
+    far as it is not stored, and kept; it ends with "length".
 
     `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
@@ -46,8 +46,8 @@ class GenerationRequest:
     one of `EngineInfo.adapters`, None for the plain model.
 
     `use_cache` False: nothing stored is looked for, and nothing is kept. `keep_tokens`: only so many tokens from the start are
-    kept, None for all. `keep_s`: what is kept is promised for at least so long, whatever its class promises. `progress`: whether
-    it is told how far the prompt is."""
+    kept, None for all. `keep_s`: what is kept is promised for at least so long, whatever its class promises. `progress`:
+    whether it is told how far the prompt is."""
 
     id: str
     prompt: tuple[int, ...]

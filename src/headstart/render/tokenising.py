@@ -143,7 +143,7 @@ def _any_of(words: list[str]) -> str:
     optional = by_first.pop("", None) is not None
     alternatives = []
     for alike in by_first.values():
-        begin = commonprefix(alike)
+        begin = commonprefix(alike)  # noqa: RUF071 - of characters, no paths
         alternatives.append(re.escape(begin) + _any_of([word[len(begin) :] for word in alike]))
     if not alternatives:
         return ""

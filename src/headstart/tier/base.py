@@ -47,9 +47,9 @@ class Placement:
 class Terms:
     """On what terms something is kept. `retention`: a class of 1 to 64 printable bytes, which promises a time and may set a
     ceiling (`policy.retention`). `tenant`: whose quota it counts towards, at most 255 bytes in UTF-8; "" where there are no
-    tenants. `session`: the conversation it belongs to, "" where unknown; only ever compared for equality. `keep_s`: seconds that
-    are promised at least, where the class promises less; its ceiling holds all the same. Raises ValueError for a tenant, a session
-    or a time that can be none: whoever writes, in another thread, could tell nobody."""
+    tenants. `session`: the conversation it belongs to, "" where unknown; only ever compared for equality. `keep_s`: seconds
+    that are promised at least, where the class promises less; its ceiling holds all the same. Raises ValueError for a tenant, a
+    session or a time that can be none: whoever writes, in another thread, could tell nobody."""
 
     retention: str = "default"
     tenant: str = ""

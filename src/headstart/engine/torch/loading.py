@@ -9,13 +9,13 @@ from collections.abc import Sequence as Several
 from headstart.block.identity import Identity
 from headstart.engine.base import LoadDecision
 from headstart.engine.expecting import Conversations
+from headstart.engine.serving.roster import Roster
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.prefix_load import Outcome, PrefixLoad
 from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
 from headstart.policy.loading import Plan
@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 class Loads:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, rooms: Rooms, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters) -> None:
+    def __init__(
+        self, roster: Roster[Sequence], rooms: Rooms, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters
+    ) -> None:
         self.speeds = speeds
         self._roster = roster
         self._rooms = rooms

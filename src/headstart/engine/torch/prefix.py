@@ -14,10 +14,10 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
 from headstart.engine.speeds import ReadAccount, Speeds
+from headstart.engine.torch.branches import BranchKV
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
-from headstart.engine.torch.sharing import BranchKV
 from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
 
 _PROMOTED_BYTES = 1 << 30  # at once, at most

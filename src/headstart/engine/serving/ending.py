@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Generic
 
 from headstart.engine.base import FinishReason, TokenEvent
-from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.prefix import PrefixBridge
-from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sampler import Choice
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.serving.parts import Bridge, Choice, Loads, Rooms
+from headstart.engine.serving.roster import Roster
+from headstart.engine.serving.sequence import S
 from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
 
-class Endings:
+class Endings(Generic[S]):
     """For the engine's thread."""
 
     def __init__(
         self,
-        roster: Roster,
-        rooms: Rooms,
-        loads: Loads,
-        bridge: PrefixBridge | None,
+        roster: Roster[S],
+        rooms: Rooms[S],
+        loads: Loads[S],
+        bridge: Bridge | None,
         counters: Counters,
         *,
         piece_tokens: int,
@@ -40,7 +38,7 @@ class Endings:
         self._counters = counters
         self._save_every = save_every
 
-    def save_progress(self, sequence: Sequence, *, before: int) -> None:
+    def save_progress(self, sequence: S, *, before: int) -> None:
         """Save at the prompt's end, and every so often on the way there, so that of a long prompt that is aborted, or dies with
         the process, little is lost. `before`: tokens that were computed before the latest step."""
         if before < sequence.prompt_tokens <= sequence.computed:
@@ -52,7 +50,7 @@ class Endings:
             self._counters.add("save_points")
             self.save(sequence)
 
-    def save(self, sequence: Sequence) -> None:
+    def save(self, sequence: S) -> None:
         """Give what is computed to the cache, if it is more whole pieces than were given before."""
         whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
@@ -77,7 +75,33 @@ class Endings:
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
-    def end(self, sequence: Sequence, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
+    def tell_progress(self, sequence: S, *, before: int) -> None:
+        """Tell who asked for it how far the prompt is. `before`: tokens that were computed before the latest step."""
+        if sequence.request.progress and before < sequence.prompt_tokens and not sequence.generated and not sequence.over:
+            self.emit(sequence, TokenEvent(None, progress=sequence.progress(time.monotonic())))
+
+    def deliver(self, sequence: S, choice: Choice | str) -> None:
+        """Hand out a token, which may be the last, or end the request with the sentence on why there is none. A prompt that is
+        only to be computed ends here without any."""
+        if sequence.max_tokens == 0:
+            self.end(sequence, "length")
+            return
+        if isinstance(choice, str):
+            self._counters.add("choice_faults")
+            self.end(sequence, "error", error=choice)
+            return
+        sequence.saw_token()
+        if choice.token in sequence.request.stop_ids:
+            self.end(sequence, "stop")
+            return
+        sequence.tokens.append(choice.token)
+        self._counters.add("generated_tokens")
+        if sequence.generated == sequence.max_tokens:
+            self.end(sequence, "length", last=choice)
+        else:
+            self.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))
+
+    def end(self, sequence: S, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
         """Save what is good, free everything, send the last event, with the `last` token if any. Once, from any state."""
         if sequence.ended:
             return
@@ -109,7 +133,7 @@ class Endings:
                 self._counters.add("engine_faults")
                 _log.exception("request %s could not give back what it held", sequence.request.id)
 
-    def emit(self, sequence: Sequence, event: TokenEvent) -> None:
+    def emit(self, sequence: S, event: TokenEvent) -> None:
         """Tell who asked; a receiver that fails ends its own request."""
         try:
             sequence.on_event(event)
