@@ -33,6 +33,9 @@ SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
+Rules = Annotated[str, Meta(extra={"check": "rules"})]
+CANONICAL_RULES = ("billing-header", "cache-control", "text-parts", "reasoning", "tool-arguments", "generated-tokens")
+CANONICAL = ", ".join(CANONICAL_RULES)
 RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
 
@@ -98,6 +101,13 @@ class ServerConfig:
         False
     )
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    canonical: Annotated[
+        Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
+    ] = CANONICAL
+
+    @property
+    def canonical_rules(self) -> tuple[str, ...]:
+        return parse_rules(self.canonical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +232,27 @@ def parse_quotas(text: str) -> dict[str, str]:
     return quotas
 
 
+def parse_rules(text: str) -> tuple[str, ...]:
+    """Return the named rules of canonical form. Raises ConfigError for a name that is none.
+
+    >>> parse_rules("text-parts, cache-control")
+    ('text-parts', 'cache-control')
+    """
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    for name in names:
+        if name not in CANONICAL_RULES:
+            near = get_close_matches(name, CANONICAL_RULES, n=1)
+            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(CANONICAL_RULES)}"
+            raise ConfigError(f"there is no rule {name!r}; {known}", text=text)
+    return names
+
+
+def longest_promise_s(retention: str) -> float:
+    """Return the longest time that a class guarantees, of those that are named and those that are built in."""
+    spans = parse_retention(RETENTION) | parse_retention(retention)
+    return max(guaranteed for guaranteed, _ in spans.values()) / 1000
+
+
 def require_budget(text: str) -> None:
     """Raise ConfigError for a write budget by which nothing is ever written.
 
@@ -279,6 +310,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "retention": parse_retention,
     "quotas": parse_quotas,
     "folders": parse_adapters,
+    "rules": parse_rules,
 }
 
 

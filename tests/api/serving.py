@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,21 @@ class ByteRenderer:
     """What `render.Renderer` promises, with bytes as tokens and a template of one tag a message."""
 
     stop_ids = frozenset({0})
+    ends = frozenset({"<user>"})
 
     def chat(
         self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
     ) -> list[int]:
-        return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
+        return self.written(self.write(messages, tools=tools))
+
+    def write(self, messages: Sequence[object], *, tools: Sequence[object] | None = None, join_parts: bool = True) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages, join_parts=join_parts))
+
+    def written(
+        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
+    ) -> list[int]:
+        parts = [text] if isinstance(text, str) else text
+        return [token for part in parts for token in (part.encode() if isinstance(part, str) else part)]
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
@@ -39,6 +50,8 @@ class ByteRenderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", "replace")
+
+    text_of = decode
 
 
 def served(engine: FakeEngine) -> Served:

@@ -65,10 +65,8 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
 class ToolRenderer(ByteRenderer):
     """Its template has a place for tools."""
 
-    def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
-    ) -> list[int]:
-        return list(f"{tools}".encode()) + super().chat(messages)
+    def write(self, messages: Sequence[object], *, tools: Sequence[object] | None = None, join_parts: bool = True) -> str:
+        return f"{tools}" + super().write(messages)
 
 
 @pytest.mark.parametrize(

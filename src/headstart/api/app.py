@@ -76,13 +76,14 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
             del body
             generation = await service.start(ask)
         shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
+        headers = {"x-headstart-canonical": ", ".join(sorted(generation.acted))} if generation.acted else {}
         if ask.stream:
-            return _EventStream(generation, shape)
+            return _EventStream(generation, shape, headers)
         with generation:
             answers = await _unless_gone(request, _whole(generation))
         if answers is None:
             return Response(status_code=499)  # nobody reads it; the log line says "abort"
-        return _json(shape.whole(answers, generation.usage()))
+        return _json(shape.whole(answers, generation.usage()), headers=headers)
 
     app = Starlette(
         routes=[
@@ -143,8 +144,8 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
 class _EventStream(StreamingResponse):
     """A stream that ends its request in the engine however it ends itself, begun or not."""
 
-    def __init__(self, generation: Generation, shape: Shape) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, generation: Generation, shape: Shape, headers: dict[str, str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(streaming.events(generation, shape), media_type="text/event-stream", headers=headers)
         self._generation = generation
 

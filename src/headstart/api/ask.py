@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.api.caching import Caching
 from headstart.errors import RequestError
 
 SESSION_CHARACTERS = 256
@@ -47,6 +48,8 @@ class Ask:
     include_usage: bool = False  # in a stream, where the dialect leaves the choice
     ignored: tuple[str, ...] = ()
     handling: Handling = Handling()
+    caching: Caching = field(default_factory=Caching)
+    progress: bool = False  # whether it is told how far the prompt is
 
     @property
     def prompt_param(self) -> str:

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from headstart.api.ask import Ask
 from headstart.api.errors import GenerationFailed, NotReady
-from headstart.api.pieces import Piece, Told
+from headstart.api.pieces import Piece, Told, joined
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
@@ -35,6 +36,9 @@ class Answer:
         self.completion_tokens = 0
         self.read = False  # whether its text has been taken to its end, or nobody takes it any more
         self.reported = False
+        self.complete = False  # it ended by itself, with all of its tokens told
+        self._tokens: list[int] = []
+        self._pieces: list[Piece] = []
         self._token_bytes = served.renderer.token_bytes
         self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens)
         self._told: list[Told] | None = None if ask.logprobs is None else []  # of tokens whose text is held
@@ -43,8 +47,11 @@ class Answer:
         """Return what `event` lets go, and `finish` if that is all."""
         if self.read:  # on its way when a stop text had ended the answer
             return Piece(self.index, "")
+        if event.progress is not None:
+            return Piece(self.index, "", progress=event.progress)
         text = ""
         if event.token is not None:
+            self._tokens.append(event.token)
             self.completion_tokens += 1
             self._tell(event)
             text = self._text.push(event.token)
@@ -53,7 +60,14 @@ class Answer:
         if self._text.stopped:
             self.finish = "stop"
         self.read = self._text.stopped or event.finish is not None
-        return Piece(self.index, text, self._told_of(text), self.finish if self.read else None)
+        self.complete = event.finish == "stop" and not self._text.stopped
+        piece = Piece(self.index, text, self._told_of(text), self.finish if self.read else None)
+        self._pieces.append(piece)
+        return piece
+
+    def said(self) -> tuple[list[int], dict[str, Any]]:
+        """Return its tokens and what was read in them, as in `Generated`."""
+        return self._tokens, {"content": joined(self._pieces).text}
 
     def _tell(self, event: TokenEvent) -> None:
         if self._told is not None and event.token is not None and event.logprobs is not None:
@@ -75,7 +89,8 @@ class Generation:
     """All answers to one request. Use as a context manager: leaving it before the end, for whatever reason, aborts what
     still runs in the engine.
 
-    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+    `on_heard` is called with the tokens of an answer that ended by itself and what was read in it, before its end is told;
+    `on_answer` once for each answer that is told and ended, `on_landed` when the engine has done with all."""
 
     def __init__(
         self,
@@ -85,6 +100,7 @@ class Generation:
         ask: Ask,
         *,
         keepalive_s: float,
+        on_heard: Callable[..., None],
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
     ) -> None:
@@ -92,7 +108,9 @@ class Generation:
         self.answers = [Answer(index, request, served, ask) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
+        self._on_heard = on_heard
         self._on_answer = on_answer
+        self.acted: frozenset[str] = frozenset()  # rules of canonical form that changed something in the request
         self._on_landed = on_landed
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # bounded by max_tokens, thus the context
@@ -122,7 +140,10 @@ class Generation:
                     yield None
                     continue
                 piece = answer.take(event)
-                if piece.text or piece.told or piece.finish is not None:
+                if answer.complete:
+                    tokens, said = answer.said()
+                    self._on_heard(tokens, **said)  # before its end is told: it may come back at once
+                if piece.text or piece.told or piece.progress or piece.finish is not None:
                     if piece.finish is not None and event.finish is None:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):

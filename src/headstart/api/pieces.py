@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstart.engine.base import FinishReason
+from headstart.engine.base import FinishReason, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,14 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of answer `index`. `told`: of the tokens whose text begins in it, None where nobody asked."""
+    """What came of answer `index`. `told`: of the tokens whose text begins in it, None where nobody asked. `progress`: how far
+    the prompt is, before any text."""
 
     index: int
     text: str
     told: tuple[Told, ...] | None = None
     finish: FinishReason | None = None
+    progress: Progress | None = None
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

@@ -11,20 +11,23 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from headstart.api.ask import Ask
 from headstart.api.errors import ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
+from headstart.api.prompting import Prompt, Prompting
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt
 from headstart.errors import HeadstartError, RequestError
+from headstart.render.canonical import RULES
 
 log = logging.getLogger("headstart")
 T = TypeVar("T")
@@ -42,13 +45,23 @@ class Loading:
 
 
 class Service:
-    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included."""
+    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `canonical`: the rules of
+    canonical form that are on; `longest_promise_s`: what a caller can have promised at most of what is kept."""
 
-    def __init__(self, *, max_waiting: int = 256, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(
+        self,
+        *,
+        max_waiting: int = 256,
+        keepalive_s: float = KEEPALIVE_S,
+        canonical: Collection[str] = RULES,
+        longest_promise_s: float = 0.0,
+    ) -> None:
         self.keepalive_s = keepalive_s
         self.metrics = Metrics(self)
         self.created = int(time.time())
         self._max_waiting = max_waiting
+        self._prompting = Prompting(canonical)
+        self._longest_promise_s = longest_promise_s
         self._state: Loading | Served | HeadstartError = Loading("starting", None)
         self._closing = False
         self._preparing = 0
@@ -135,21 +148,23 @@ class Service:
             )
         self._preparing += answers
         try:
-            prompt = await self.off_loop(_prompt_ids, served, ask)
+            prompt = await self.off_loop(self._prompting.prompt, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
+                self._log_once(await self.off_loop(_about_tools, self._prompting, served, ask, prompt.ids))
             self.require_served()  # the server may have begun to go down meanwhile
             id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             generation = Generation(
                 id,
-                _requests(id, served, ask, prompt),
+                [self._caching(one, ask, prompt) for one in _requests(id, served, ask, prompt.ids)],
                 served,
                 ask,
                 keepalive_s=self.keepalive_s,
+                on_heard=partial(self._prompting.heard, served, ask, prompt),
                 on_answer=self._ended,
                 on_landed=self._landed,
             )
+            generation.acted = prompt.acted
             self._flights[id] = generation
             try:
                 generation.submit()
@@ -222,6 +237,20 @@ class Service:
         self.metrics.observe(answer.finish, receipt)
         log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
+    def _caching(self, request: GenerationRequest, ask: Ask, prompt: Prompt) -> GenerationRequest:
+        """Return the request as its caller controls the cache. A prompt that is only to be kept is one without an answer."""
+        caching = ask.caching
+        return replace(
+            request,
+            max_tokens=0 if caching.prewarm else request.max_tokens,
+            min_tokens=0 if caching.prewarm else request.min_tokens,
+            use_cache=prompt.keep_tokens != 0,
+            keep_tokens=prompt.keep_tokens,
+            keep_s=min(caching.keep_s, self._longest_promise_s),
+            session=request.session or caching.session,
+            progress=ask.progress,
+        )
+
     def _log_ignored(self, what: str, names: Iterable[str]) -> None:
         for name in names:
             self._log_once(f"ignoring {what} {name[:64]!r}")
@@ -232,18 +261,10 @@ class Service:
             log.info("%s", line)
 
 
-def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
-    """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
-    context = served.engine.info.context_tokens
-    if ask.messages is not None:
-        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
-    return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
-
-
-def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
+def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
     """Return what becomes of the tools in `prompt`: a template without a place for them says nothing."""
     try:
-        ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
+        ignored = prompting.prompt(served, replace(ask, tools=None)).ids == prompt
     except RequestError:  # the template takes these messages with their tools alone
         ignored = False
     if ignored:

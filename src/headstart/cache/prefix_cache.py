@@ -190,8 +190,9 @@ class PrefixCache:
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
 
         Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, a tenant or
-        session that is no text (of at most 255 bytes the tenant), a `keep_s` that is negative or endless, a salt
-        that is neither text nor bytes, negative `shared_tokens`, states where none belong, or none where tokens would be kept that are of no use without."""
+        session that is no text (of at most 255 bytes the tenant), a `keep_s` that is negative or endless, a salt that is
+        neither text nor bytes, negative `shared_tokens`, states where none belong, or none where tokens would be kept that are
+        of no use without."""
         encode_retention(retention)
         terms = Terms(retention, tenant, session, keep_s)
         require_salt(salt)

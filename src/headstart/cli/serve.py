@@ -27,7 +27,7 @@ from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, prefer_sleeping_threads
+from headstart.config import Config, ServerConfig, longest_promise_s, prefer_sleeping_threads
 from headstart.errors import AddressInUse, ConfigError, HeadstartError
 
 log = logging.getLogger("headstart")
@@ -61,7 +61,11 @@ class _Server(uvicorn.Server):
     """uvicorn with a model that loads behind it and requests that may end before it goes down."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
-        self._service = Service(max_waiting=config.server.max_waiting)
+        self._service = Service(
+            max_waiting=config.server.max_waiting,
+            canonical=config.server.canonical_rules,
+            longest_promise_s=longest_promise_s(config.cache.retention),
+        )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
             log_config=None,

@@ -5,6 +5,7 @@ A renderer does not change after it was loaded, but for what it remembers of tex
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,9 +88,28 @@ class Renderer:
         text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self.written(text, context_tokens=context_tokens, owner=owner)
 
-    def written(self, text: str, *, context_tokens: int | None = None, owner: str = "") -> list[int]:
-        """Return the token ids of a text that holds its special tokens already, as a template has written them."""
-        return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
+    def written(
+        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
+    ) -> list[int]:
+        """Return the token ids of a text that holds its special tokens already, as a template has written them; of several in
+        order, and of tokens between them as they are."""
+        ids: list[int] = []
+        for part in [text] if isinstance(text, str) else text:
+            if isinstance(part, str):
+                ids += self._encode(part, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
+            else:
+                ids += part
+        return ids
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The texts of special tokens that end an answer."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(added[token].content for token in self.stop_ids if token in added)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special ones included."""
+        return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def write(
         self,
@@ -99,10 +119,11 @@ class Renderer:
         add_generation_prompt: bool = True,
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        join_parts: bool = True,
     ) -> str:
         """Return the text of a conversation as the model's template writes it, or another `template`, with what more it is to
-        see in `arguments`. Raises RequestError naming the place."""
-        normal = normal_messages(messages)
+        see in `arguments`; `join_parts` as in `normal_messages`. Raises RequestError naming the place."""
+        normal = normal_messages(messages, join_parts=join_parts)
         described = normal_tools(tools)
         if not (template or self._tokenizer.chat_template):
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")

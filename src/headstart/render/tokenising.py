@@ -13,13 +13,12 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from os.path import commonprefix
-from threading import Lock
 from typing import Any
 
 from headstart.render.cutting import may_cut, parts_of
+from headstart.render.remembering import Remembered
 
 REMEMBERED_BYTES = 64 << 20
 _ENTRY_BYTES = 200  # of books, beside text and ids
@@ -32,7 +31,7 @@ class Tokeniser:
         self._backend = backend
         self._cuts = may_cut(backend)
         self._special, self._cut_before = _special(backend)
-        self._parts = _Remembered(remembered_bytes)
+        self._parts: Remembered[str, array[int]] = Remembered(remembered_bytes, nbytes=_nbytes)
 
     def ids(self, text: str, *, special_tokens: bool = False, owner: str = "") -> list[int]:
         """Return the tokens of `text`; with `special_tokens` also those that the tokenizer puts around every text. What one
@@ -73,46 +72,6 @@ class Tokeniser:
                 begin = match.start()
         if begin < len(text) or not text:
             yield text[begin:]
-
-
-class _Remembered:
-    """Tokens of parts by owner and text. Beyond the bound whoever has the most loses what was not used for longest."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._lock = Lock()
-        self._by_owner: OrderedDict[str, OrderedDict[str, array[int]]] = OrderedDict()
-        self._bytes: dict[str, int] = {}
-        self._total_bytes = 0
-
-    def get(self, owner: str, parts: list[str]) -> list[array[int] | None]:
-        with self._lock:
-            mine = self._by_owner.get(owner)
-            if mine is None:
-                return [None] * len(parts)
-            found = [mine.get(part) for part in parts]
-            for part, ids in zip(parts, found, strict=True):
-                if ids is not None:
-                    mine.move_to_end(part)
-            return found
-
-    def put(self, owner: str, fresh: dict[str, array[int]]) -> None:
-        with self._lock:
-            mine = self._by_owner.setdefault(owner, OrderedDict())
-            for part, ids in fresh.items():
-                if part not in mine:
-                    mine[part] = ids
-                    self._count(owner, _nbytes(part, ids))
-            while self._total_bytes > self._most_bytes:
-                largest = max(self._bytes, key=self._bytes.__getitem__)
-                part, ids = self._by_owner[largest].popitem(last=False)
-                self._count(largest, -_nbytes(part, ids))
-                if not self._by_owner[largest]:
-                    del self._by_owner[largest], self._bytes[largest]
-
-    def _count(self, owner: str, nbytes: int) -> None:
-        self._bytes[owner] = self._bytes.get(owner, 0) + nbytes
-        self._total_bytes += nbytes
 
 
 def _nbytes(part: str, ids: array[int]) -> int:
