@@ -11,6 +11,7 @@ from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
 from headstart.errors import StoreError
+from headstart.events import Publisher
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
@@ -46,6 +47,12 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
+    publisher = None
+    if config.enabled and config.kv_events and tiers:
+        try:
+            publisher = _publisher(config.kv_events)
+        except OSError as error:
+            warnings.append(f"no KV events: {error.strerror}; stop what listens there, or change cache.kv_events")
     for warning in warnings:
         _log.warning("%s", warning)
     return PrefixCache(
@@ -55,7 +62,15 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         load_timeout_s=config.load_timeout_s,
         write_budget_bytes=write_budget_bytes,
         warnings=[*warnings, *logged],
+        publisher=publisher,
     )
+
+
+def _publisher(endpoint: str) -> Publisher:
+    """Return the publisher of KV events. Raises OSError where its address is taken, ConfigError, MissingExtra."""
+    publisher = Publisher(endpoint)
+    _log.info("KV events at %s, what was missed of them at %s", publisher.endpoint, publisher.replay_endpoint)
+    return publisher
 
 
 def _open_disk(config: CacheConfig) -> DeviceTier:

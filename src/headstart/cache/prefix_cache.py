@@ -35,8 +35,10 @@ from headstart.cache.lease import Lease
 from headstart.cache.promoting import Promoter
 from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
+from headstart.cache.telling import Telling
 from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
+from headstart.events import Publisher
 from headstart.metrics import Counters
 from headstart.tier.base import DEFAULT_TERMS, Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
@@ -45,6 +47,7 @@ from headstart.transfer.plan import Prompt
 __all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
 _PROMOTED_SHARE = 4  # one in so many of the memory tier's bytes may be of what is only expected
+_LAST_EVENTS_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +64,8 @@ class PrefixCache:
     `match_timeout_s`: how long a match waits for tiers on a medium; what faster tiers have counts, the rest is then a miss.
     `write_budget_bytes`: what may be written in 24 hours to each tier that is not memory, None for any amount; see
     `policy.admission` for what goes without when it runs short.
-    `warnings`: one sentence for each tier that was asked for and could not be had."""
+    `warnings`: one sentence for each tier that was asked for and could not be had. `publisher`: where what is stored is told as
+    it changes; it is taken over."""
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class PrefixCache:
         match_timeout_s: float = 0.2,
         write_budget_bytes: int | None = None,
         warnings: Sequence[str] = (),
+        publisher: Publisher | None = None,
     ) -> None:
         self.identity = identity
         self.representation = representation
@@ -97,6 +102,16 @@ class PrefixCache:
             counters=self._counters,
             write_budget_bytes=write_budget_bytes,
         )
+        self._telling = None
+        if publisher is not None:
+            self._telling = Telling(
+                tiers, identity=identity, representation=representation, publisher=publisher, counters=self._counters
+            )
+
+    def know(self, identity: Identity) -> None:
+        """Note an identity that prompts will have, so that their first blocks are told as such."""
+        if self._telling is not None:
+            self._telling.know(identity)
 
     def match(
         self,
@@ -206,6 +221,8 @@ class PrefixCache:
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason="forked"))
             return ticket
         self._counters.add("save_calls")
+        if identity is not None:
+            self.know(identity)
         if not self._sources or not whole:
             ticket = Ticket()
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=None if self._sources else "no-tier"))
@@ -288,6 +305,8 @@ class PrefixCache:
             self._promoter.close()
         deadline = time.monotonic() + timeout_s
         saved = self._saver.close(timeout_s)
+        if self._telling is not None:
+            self._telling.close(min(_LAST_EVENTS_S, deadline - time.monotonic()))
         for source in self._sources:
             source.close(deadline, tier_too=saved)
         if not saved:

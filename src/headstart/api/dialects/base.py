@@ -24,7 +24,7 @@ class About:
 
 
 class Shape(Protocol):
-    """How one answer is written. Of a stream: `piece` for all that comes, `quiet` when nothing does, then `end` or `failure`."""
+    """How an answer is written. Of a stream: `piece` for all that comes, `quiet` when nothing does, then `end` or `failure`."""
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]: ...
 

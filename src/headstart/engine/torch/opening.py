@@ -19,7 +19,7 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, choose_device, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.lora import Adapter, Adapters, read_adapter
-from headstart.engine.torch.model import Model, load_model
+from headstart.engine.torch.model import Model, TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
 from headstart.tier.devices.rooms import rooms_of
@@ -56,6 +56,9 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     cache, said = _open_cache(identity, config, model)
     if cache is not None:
         cache.warm()
+        if adapters and isinstance(model, TorchModel) and model.adapters is not None:
+            for digest in model.adapters.digests.values():
+                cache.know(replace(cache.identity, adapters=(digest,)))
     engine = TorchEngine(
         model,
         memory,

@@ -20,6 +20,7 @@ from typing import TypeVar
 from headstart.errors import StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.placement import Room
+from headstart.tier.base import OnChange
 from headstart.tier.devices.changing import enrol, mark_drained
 from headstart.tier.devices.device import Device
 from headstart.tier.devices.listing import DeviceList, Entry, newest, read_list, write_list
@@ -58,6 +59,7 @@ class Members:
         self.devices: tuple[Device, ...] = ()
         self.warnings: list[str] = []
         self.closed = False
+        self._on_change: OnChange | None = None
         self._configured = list(dict.fromkeys(path.absolute() for path in configured))
         self._open_directory = open_directory
         self._capacities = capacities
@@ -126,6 +128,14 @@ class Members:
         """Say in the list that a device has been drained; `look` follows it. Raises OSError, StoreError."""
         device.change(lambda _: mark_drained(device.path))
         device.state = "drained"
+
+    def watch(self, on_change: OnChange) -> None:
+        """Have changes told of every device, those that join later too."""
+        with self._lock:
+            self._on_change = on_change
+            for device in self.devices:
+                if device.tier is not None:
+                    device.tier.watch(on_change)
 
     def close(self, deadline: float) -> None:
         self.closed = True
@@ -218,7 +228,10 @@ class Members:
                 device.serial = self._next_serial
                 self._next_serial += 1
                 self.devices = (*self.devices, device)
+                if self._on_change is not None and device.tier is not None:
+                    device.tier.watch(self._on_change)
         if joins:
+            self._tell_anew()
             self._said = {one for one in self._said if str(device.path) not in one}  # it may be said again
             return
         device.close(time.monotonic() + 1.0)
@@ -270,7 +283,13 @@ class Members:
             for device in devices:
                 self._counters.add("devices_lost")
                 device.close(time.monotonic() + 1.0)
+            self._tell_anew()
             self._retry_due = 0.0
+
+    def _tell_anew(self) -> None:
+        """A device came or went, and with it more than is told block by block."""
+        if self._on_change is not None:
+            self._on_change(None)
 
     # How much each may hold.
 
@@ -353,6 +372,8 @@ class Members:
         for device in removed:
             log.warning("disk tier: device %s was removed from the tier", device.path)
             device.close(time.monotonic() + 5.0)
+        if removed:
+            self._tell_anew()
         self._find_missing()
 
     def _publish(self) -> None:

@@ -25,6 +25,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    OnChange,
     Placement,
     Problem,
     RawExtent,
@@ -256,6 +257,9 @@ class DeviceTier:
             if more:
                 break
         return self._drain.step() or more
+
+    def watch(self, on_change: OnChange) -> None:
+        self._members.watch(on_change)
 
     def refresh(self) -> None:
         """Take over what other processes did to the directories."""

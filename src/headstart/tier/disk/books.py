@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
-from headstart.tier.base import ExtentId, ExtentInfo, Shape
+from headstart.tier.base import Change, ExtentId, ExtentInfo, OnChange, Shape
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
 from headstart.tier.disk.kept import Kept
@@ -123,6 +123,7 @@ class Books:
         self.declared: set[bytes] = set()  # representations that the own journal declares
         self.segments: dict[SegmentName, Segment] = {}
         self.removals: deque[Removal] = deque(maxlen=removals_kept)
+        self.on_change: OnChange | None = None  # told of what comes and goes, once loading is over
         self.counter = 0
         self.next_sequence = 0  # of the own writer
         self.live_bytes = 0
@@ -300,6 +301,7 @@ class Books:
             index.load(keys, np.array([row]), np.array([blocks]))
         else:
             index.insert(keys, row)
+            self._changed(segment, keys, came=True)
 
     def _add_columns(self, columns: AddedColumns, *, own: bool, now_ms: int) -> None:
         """As `_add` for each. Segments that are told of from their beginning to their end are taken over together."""
@@ -443,7 +445,9 @@ class Books:
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
-        blocks = self._index(segment.representation).remove(row)
+        index = self._index(segment.representation)
+        keys = None if self.on_change is None else index.keys(row)
+        blocks = index.remove(row)
         segment.blocks -= blocks
         self.blocks -= blocks
         self._kept.leave(row, nbytes=nbytes)
@@ -452,6 +456,12 @@ class Books:
         self._fields.pop(row, None)
         self._generation[row] += 1
         self._free.append(row)
+        if keys is not None:
+            self._changed(segment, keys, came=False)
+
+    def _changed(self, segment: Segment, keys: npt.NDArray[np.uint8], *, came: bool) -> None:
+        if self.on_change is not None and not self._loading:
+            self.on_change(Change(segment.representation, [key.tobytes() for key in keys], came))
 
     # What callers ask.
 

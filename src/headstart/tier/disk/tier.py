@@ -24,6 +24,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    OnChange,
     Placement,
     Problem,
     RawExtent,
@@ -272,6 +273,10 @@ class DiskTier:
     def unpin(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
         self._store.promises.pin(extents, 0)
+
+    def watch(self, on_change: OnChange) -> None:
+        with self._store.lock:
+            self._store.books.on_change = on_change
 
     def take_up_all(self) -> None:
         """Have `tend` join whatever is short, and not only what this process has seen used."""
