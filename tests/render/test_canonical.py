@@ -86,14 +86,6 @@ def test_text_parts_are_the_string_that_they_make_and_other_parts_stay() -> None
     assert said == ([{"role": "user", "content": "a b"}, {"role": "user", "content": picture}], None, {"text-parts"})
 
 
-@pytest.mark.parametrize("name", ["reasoning", "thinking"])
-def test_reasoning_is_found_under_whichever_name_it_came(name: str) -> None:
-    messages, _, acted = _plain([{"role": "assistant", "content": "Yes.", name: "Hm."}], None, "reasoning")
-    assert messages[0]["reasoning_content"] == "Hm."
-    assert acted == {"reasoning"}
-    assert _plain([{"role": "user", "content": "Yes.", name: "Hm."}], None, "reasoning")[2] == set()
-
-
 def test_reasoning_is_put_back_only_where_the_client_left_it_out() -> None:
     def recall(at: int, message: Any) -> str | None:
         return "Hm." if message["content"] == "Yes." else None
@@ -103,7 +95,7 @@ def test_reasoning_is_put_back_only_where_the_client_left_it_out() -> None:
         for text, more in [("Yes.", {}), ("No.", {}), ("Yes.", {"reasoning": ""})]
     ]
     made = canonical(messages, None, RULES, recall=recall)
-    assert [message.get("reasoning_content") for message in made.messages] == ["Hm.", None, ""]
+    assert [message.get("reasoning_content") for message in made.messages] == ["Hm.", None, None]
     assert made.restored == (0,)
     assert canonical(messages, None, ["text-parts"], recall=recall).messages == messages
 

@@ -87,8 +87,6 @@ def test_answers_with_the_same_text_to_different_prompts_are_kept_apart_and_few(
         answers.keep(_answer("Yes.", PROMPT + str(number), content="Yes.", reasoning=f"{number}"), owner="")
     found = answers.like({"role": "assistant", "content": " Yes. "}, owner="")
     assert [one.reasoning for one in found] == [str(number) for number in range(29, 21, -1)]
-    assert answers.reasoning({"role": "assistant", "content": "Yes."}, owner="") == "29"
-    assert answers.reasoning({"role": "user", "content": "Yes."}, owner="") is None
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -48,9 +48,8 @@ class Prompting:
         if ask.messages is None:
             ids = tuple(served.renderer.completion(ask.prompt, context_tokens=context))
             return Prompt(ids, keep_tokens=0 if ask.caching.explicit else None)
-        made, text = self._written(served, ask)
+        made, text, generated = self._written(served, ask)
         owner = _owner(ask)
-        generated = [one for message in made.messages for one in self._answers.like(message, owner=owner)]
         spliced = splice(text, generated, ends=served.renderer.ends, rules=self._rules)
         ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
         keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
@@ -63,27 +62,30 @@ class Prompting:
             answer = Generated(prompt.characters, prompt.digest, array("I", tokens), text, **said)
             self._answers.keep(answer, owner=_owner(ask))
 
-    def _written(self, served: Served, ask: Ask, *, mark: str = "") -> tuple[Canonical, str]:
-        """Return messages and tools in canonical form, and their text; with a `mark` behind the last breakpoint. Reasoning is
-        put back only where the text then goes on as it did when the reasoning was generated."""
+    def _written(self, served: Served, ask: Ask, *, mark: str = "") -> tuple[Canonical, str, list[Generated]]:
+        """Return messages and tools in canonical form, their text, and what may have been generated of it; with a `mark` behind
+        the last breakpoint. Reasoning is put back only where the text goes on as it did when the reasoning was generated."""
         assert ask.messages is not None
         owner = _owner(ask)
         messages = _marked(ask.messages, mark) if mark else ask.messages
+        known: dict[int, tuple[Generated, ...]] = {}
         wrong: set[int] = set()
 
         def recall(at: int, message: Mapping[str, Any]) -> str | None:
-            return None if at in wrong else self._answers.reasoning(message, owner=owner)
+            known[at] = self._answers.like(message, owner=owner)
+            return None if at in wrong else next((one.reasoning for one in known[at] if one.reasoning), None)
 
         while True:
             made = canonical(messages, ask.tools, self._rules, recall=recall)
             text = served.renderer.write(made.messages, tools=made.tools, join_parts="text-parts" in self._rules)
-            fails = {at for at in made.restored if not self._stands(text, made.messages[at], owner)}
+            fails = {at for at in made.restored if not any(stands_in(text, one) for one in known[at])}
             if not fails:
-                return made, text
+                break
             wrong |= fails
-
-    def _stands(self, text: str, message: Mapping[str, Any], owner: str) -> bool:
-        return any(stands_in(text, one) for one in self._answers.like(message, owner=owner))
+        if self._rules & {"tool-arguments", "generated-tokens"}:
+            for at in set(range(len(made.messages))) - known.keys():
+                known[at] = self._answers.like(made.messages[at], owner=owner)
+        return made, text, [one for some in known.values() for one in some]
 
     def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int]) -> int:
         """Return how many tokens lie before the last breakpoint; none where there is none."""

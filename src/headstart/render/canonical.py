@@ -5,12 +5,12 @@ Each rule has a name, does one thing and tells when it acted. None reorders or r
     billing-header     the header line that a coding agent puts at the top of its system prompt, new each time, is dropped
     cache-control      marks for caches (`cache_control`, `prompt_cache_breakpoint`) are taken out of messages and tools
     text-parts         content that is a list of text parts is the string that they make together
-    reasoning          reasoning stands in `reasoning_content`, under whichever name it came; what this server generated and the
-                       client left out is put back, for the template to render or to leave out
+    reasoning          reasoning that this server generated and that the client left out is put back, for the template to render
+                       or to leave out
     tool-arguments     a call that this server generated keeps its tokens where the JSON of its arguments is equal
     generated-tokens   a text that this server generated keeps its tokens where it would be tokenised in another way
 
-The last two, and the second half of `reasoning`, need what was generated: `generated`.
+The last three need what was generated: `generated`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from headstart.config import CANONICAL_RULES
 
 RULES = CANONICAL_RULES
-REASONING = ("reasoning_content", "reasoning", "thinking")  # the first is what templates read
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates read, and clients write
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 
 # Pairs up to their last semicolon, as what follows may stand on the same line; else the line.
@@ -68,14 +68,19 @@ def canonical(
         if "text-parts" in rules and isinstance(text := _joined(one.get("content")), str):
             one["content"] = text
             acted.add("text-parts")
-        if "reasoning" in rules and one.get("role") == "assistant":
-            one, put_back = _with_reasoning(at, one, acted, recall)
-            restored += [at] * put_back
+        if "reasoning" in rules and _lacks_reasoning(one) and (reasoning := recall(at, one)) is not None:
+            one["reasoning_content"] = reasoning
+            restored.append(at)
+            acted.add("reasoning")
         said.append(one)
     described: list[Any] | None = None if tools is None else list(tools)
     if described is not None and "cache-control" in rules:
         described = [_unmarked(tool, acted) if isinstance(tool, Mapping) else tool for tool in described]
     return Canonical(said, described, frozenset(acted), tuple(restored))
+
+
+def _lacks_reasoning(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" and all(message.get(name) is None for name in _REASONING)
 
 
 def _unmarked(holder: Mapping[str, Any], acted: set[str]) -> dict[str, Any]:
@@ -124,17 +129,3 @@ def _joined(content: Any) -> str | None:
     ):
         return None
     return "".join(part["text"] for part in content)
-
-
-def _with_reasoning(at: int, message: dict[str, Any], acted: set[str], recall: Recall) -> tuple[dict[str, Any], bool]:
-    name = next((name for name in REASONING if isinstance(message.get(name), str)), None)
-    if name == REASONING[0]:
-        return message, False
-    if name is not None:
-        acted.add("reasoning")
-        return {**message, REASONING[0]: message[name]}, False
-    reasoning = None if any(message.get(name) is not None for name in REASONING) else recall(at, message)
-    if reasoning is None:
-        return message, False
-    acted.add("reasoning")
-    return {**message, REASONING[0]: reasoning}, True

@@ -88,10 +88,6 @@ class Answers:
         found = self._kept.get(owner, [_key(content, [str(call.get("id")) for call in calls])])[0] or ()
         return tuple(one for one in found if one.content.strip() == content.strip() and _same_calls(one.calls, calls))
 
-    def reasoning(self, message: Mapping[str, Any], *, owner: str) -> str | None:
-        """Return the reasoning that led to a message, where it is known and there was some."""
-        return next((one.reasoning for one in self.like(message, owner=owner) if one.reasoning), None)
-
 
 def splice(text: str, answers: Iterable[Generated], *, ends: Collection[str], rules: Collection[str]) -> Spliced:
     """Return `text` with the tokens of those answers that stand in it. `ends`: texts of tokens that end a turn."""
