@@ -103,10 +103,23 @@ class EngineConfig:
 class ServerConfig:
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
-    allow_remote: Annotated[bool, Meta(description="listen on an address that other machines reach; there are no keys yet")] = (
-        False
-    )
+    allow_remote: Annotated[
+        bool, Meta(description="listen on an address that other machines reach though no keys are asked for")
+    ] = False
+    keys: Annotated[
+        Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
+    ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    deadline_s: Annotated[
+        float | None, Meta(gt=0, le=86400, description="the longest that a request may take; a header may ask for less")
+    ] = None
+    shared_prefixes: Annotated[
+        Path | None, Meta(description="file of prompts whose stored beginnings all tenants share, a JSON object a line")
+    ] = None
+    usage_log: Annotated[Path, Meta(description="folder of the usage log, a line for each request")] = Path(
+        "~/.cache/headstart/usage"
+    )
+    usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
     canonical: Annotated[
         Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
     ] = CANONICAL

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.api.caching import Caching
+from headstart.api.keyring import ANYBODY, Caller
 from headstart.errors import RequestError
 
 SESSION_CHARACTERS = 256
@@ -21,6 +22,7 @@ class Handling:
     priority: int = 0
     session: str = ""
     retention: str = "default"
+    deadline_s: float | None = None  # from the request's arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Ask:
     handling: Handling = Handling()
     caching: Caching = field(default_factory=Caching)
     progress: bool = False  # whether it is told how far the prompt is
+    caller: Caller = ANYBODY
 
     @property
     def prompt_param(self) -> str:
@@ -58,14 +61,23 @@ class Ask:
 
 
 def handling_of(headers: Mapping[str, str]) -> Handling:
-    """Return what x-headstart-priority, -session and -retention say. Raises RequestError naming the header."""
+    """Return what x-headstart-priority, -session, -retention and -deadline say. Raises RequestError naming the header."""
     said = {name: headers.get(f"x-headstart-{name}", "").strip() for name in ("priority", "session", "retention")}
     if not re.fullmatch(r"[+-]?[0-9]{1,4}|", said["priority"]):
         raise _wrong("x-headstart-priority", f"must be a whole number between -9999 and 9999, but is {said['priority'][:64]!r}")
     for name, most in (("session", SESSION_CHARACTERS), ("retention", RETENTION_CHARACTERS)):
         if len(said[name]) > most or not said[name].isprintable():
             raise _wrong(f"x-headstart-{name}", f"must have at most {most} printable characters")
-    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default")
+    deadline_s = _deadline(headers.get("x-headstart-deadline", "").strip())
+    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default", deadline_s)
+
+
+def _deadline(text: str) -> float | None:
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or not float(text):
+        raise _wrong("x-headstart-deadline", f"must be seconds above 0, such as 30 or 2.5, but is {text[:64]!r}")
+    return float(text)
 
 
 def _wrong(param: str, must: str) -> RequestError:

@@ -100,7 +100,8 @@ class Prompting:
 
 
 def _owner(ask: Ask) -> str:
-    return ask.salt or ""
+    """Return whose prompts and answers are remembered together: of those who may share a stored prefix."""
+    return repr(ask.caller.salt(ask.salt))
 
 
 def _holders(messages: Sequence[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
-    write_budget_bytes: int | None = None
+    budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -44,7 +44,8 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 disk = _open_disk(config)
                 tiers.append(disk)
                 logged = disk.warnings
-                write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
+                directories = [device.path for device in disk.devices] or config.directories
+                budget_bytes = write_budget_bytes(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     publisher = None
@@ -60,7 +61,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         identity=identity,
         representation=representation,
         load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=write_budget_bytes,
+        write_budget_bytes=budget_bytes,
         warnings=[*warnings, *logged],
         publisher=publisher,
     )
@@ -99,7 +100,10 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         return tier
 
     return DeviceTier.open(
-        config.directories, open_directory=open_directory, capacities=lambda rooms: capacities_of(config, rooms)
+        config.directories,
+        open_directory=open_directory,
+        capacities=lambda rooms: capacities_of(config, rooms),
+        patient=True,
     )
 
 
@@ -110,7 +114,7 @@ def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
     return split_total(rooms, parse_size(config.capacity))
 
 
-def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:
+def write_budget_bytes(config: CacheConfig, directories: Sequence[Path]) -> int | None:
     """Return what may be written a day; None for any amount, and where no file system says how large it is."""
     if config.write_budget == "unlimited":
         return None
