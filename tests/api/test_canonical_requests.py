@@ -42,8 +42,8 @@ class Server:
         self.url = url
         self.off = off
 
-    def ask(self, url: str, body: dict[str, Any]) -> tuple[int, int, str, str]:
-        """Return cached tokens, the most that can be, the rules that acted and the answer's text."""
+    def ask(self, url: str, body: dict[str, Any]) -> tuple[int, int, str, str, int]:
+        """Return cached tokens, the most that can be, the rules that acted, the answer's text and the tokens stored now."""
         body = {"max_tokens": 1, "temperature": 0, **body}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
@@ -56,7 +56,8 @@ class Server:
         usage = said["usage"]
         full = (usage["prompt_tokens"] - 1) // 64 * 64
         acted = answer.headers.get("x-headstart-canonical", "")
-        return usage["prompt_cache_hit_tokens"], full, acted, said["choices"][0]["message"]["content"]
+        stored = (usage["prompt_tokens"] + usage["completion_tokens"]) // 64 * 64
+        return usage["prompt_cache_hit_tokens"], full, acted, said["choices"][0]["message"]["content"], stored
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +115,8 @@ def test_rules_that_need_no_memory(server: Server) -> None:
     for rule, (first, second) in cases.items():
         for url, hits in ((server.url, True), (server.off[rule], False)):
             salt = {"cache_salt": f"{rule} {hits}"}
-            cold, _, acted, _ = server.ask(url, first | salt)
-            warm, full, _, _ = server.ask(url, second | salt)
+            cold, _, acted, *_ = server.ask(url, first | salt)
+            warm, full, *_ = server.ask(url, second | salt)
             assert cold == 0
             assert (rule in acted) is hits, rule
             assert full >= 64
@@ -146,9 +147,9 @@ def test_generated_tokens(server: Server, script: Callable[[list[int]], None]) -
     script(tokens)
     for url, hits in ((server.url, True), (server.off["generated-tokens"], False)):
         first: Any = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 400, "cache_salt": f"generated {hits}"}
-        said = server.ask(url, first)
-        assert said[3] == text
+        _, _, _, said, stored = server.ask(url, first)
+        assert said == text
         history = [*first["messages"], {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
-        cached, full, _, _ = server.ask(url, first | {"messages": history})
-        assert (cached == full) is hits, (cached, full)
+        cached, *_ = server.ask(url, first | {"messages": history})
+        assert (cached == stored) is hits, (cached, stored)
         assert cached >= 64

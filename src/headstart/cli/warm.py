@@ -13,7 +13,7 @@ import click
 import httpx
 
 from headstart.cli.progress import shown_progress
-from headstart.errors import HeadstartError, RequestError
+from headstart.errors import NoServer, RequestError
 
 FAILED = 1
 TIMEOUT_S = 3600.0  # of one prompt, which may be long on a small machine
@@ -122,7 +122,7 @@ def _warmed(client: httpx.Client, name: str, body: dict[str, Any]) -> Warmed:
     try:
         answer = client.post(_path(body), json=body)
     except httpx.TransportError as error:
-        raise HeadstartError(
+        raise NoServer(
             f"no server answers at {client.base_url} ({error}); start one with headstart serve, or say where with --url"
         ) from error
     try:
