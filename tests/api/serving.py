@@ -6,10 +6,10 @@ import asyncio
 import socket
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import openai
 import uvicorn
@@ -18,7 +18,8 @@ from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
 from headstart.api.served import Served
 from headstart.api.service import Service
-from headstart.render import Renderer
+from headstart.render import Renderer, Tokens
+from headstart.render.answers import FAMILIES
 from headstart.render.messages import normal_messages
 from headstart.testing.fake_engine import FakeEngine
 
@@ -28,13 +29,29 @@ class ByteRenderer:
 
     stop_ids = frozenset({0})
     ends = frozenset({"<user>"})
+    vocabulary = 256
+    special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
+    template = ""
+    response_template = None
 
     def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        context_tokens: int | None = None,
     ) -> list[int]:
-        return self.written(self.write(messages, tools=tools))
+        return self.written(self.write(messages, tools=tools, arguments=arguments))
 
-    def write(self, messages: Sequence[object], *, tools: Sequence[object] | None = None, join_parts: bool = True) -> str:
+    def write(
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        join_parts: bool = True,
+    ) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages, join_parts=join_parts))
 
     def written(
@@ -49,14 +66,16 @@ class ByteRenderer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
+        return Tokens(list(text.encode()), [])
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return bytes(tokens).decode("utf-8", "replace")
 
-    text_of = decode
 
-
-def served(engine: FakeEngine) -> Served:
-    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()))
+def served(engine: FakeEngine, *, family: str | None = None) -> Served:
+    answers = None if family is None else FAMILIES[family]
+    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()), answers=answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +127,11 @@ def running(
     keepalive_s: float = 10.0,
     accounts: Accounts | None = None,
     stall_s: float = 30.0,
+    family: str | None = None,
 ) -> Iterator[Running]:
     service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s, accounts=accounts)
     if ready:
-        service.ready(served(engine))
+        service.ready(served(engine, family=family))
     with listening(service, stall_s=stall_s) as url:
         try:
             yield Running(url, service, engine)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headstart.render.generated import Answers, Call, Generated, digest_of, splice, stands_in
+from headstart.render.answers import Call
+from headstart.render.generated import Answers, Generated, digest_of, splice, stands_in
 
 RULES = ("tool-arguments", "generated-tokens")
 PROMPT = "<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"

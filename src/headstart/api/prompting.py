@@ -58,7 +58,7 @@ class Prompting:
     def heard(self, served: Served, ask: Ask, prompt: Prompt, tokens: Sequence[int], **said: Any) -> None:
         """Remember an answer that ended by itself. `said`: what was read in it, as in `Generated`."""
         if prompt.digest and self._rules & _OF_GENERATED:
-            text = served.renderer.text_of(tokens)
+            text = served.renderer.decode(tokens, special=True)
             answer = Generated(prompt.characters, prompt.digest, array("I", tokens), text, **said)
             self._answers.keep(answer, owner=_owner(ask))
 
@@ -77,7 +77,9 @@ class Prompting:
 
         while True:
             made = canonical(messages, ask.tools, self._rules, recall=recall)
-            text = served.renderer.write(made.messages, tools=made.tools, join_parts="text-parts" in self._rules)
+            text = served.renderer.write(
+                made.messages, tools=made.tools, arguments=ask.template, join_parts="text-parts" in self._rules
+            )
             fails = {at for at in made.restored if not any(stands_in(text, one) for one in known[at])}
             if not fails:
                 break

@@ -20,18 +20,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from headstart.render.answers import Call
 from headstart.render.remembering import Remembered
 
 REMEMBERED_BYTES = 32 << 20
 _ALIKE = 8  # answers with the same text to different prompts that are remembered
 _RECORD_BYTES = 600  # of books, beside texts and tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    id: str
-    name: str
-    arguments: str  # JSON
 
 
 @dataclass(frozen=True, slots=True)
