@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from headstart.api.service import Service
 from headstart.cli.opening import open_model
 from headstart.config import CANONICAL_RULES, load_config
 from headstart.engine.serving.ending import Endings
+from headstart.render.answers import FAMILIES
 
 pytestmark = pytest.mark.real_model
 
@@ -29,7 +31,8 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -42,8 +45,8 @@ class Server:
         self.url = url
         self.off = off
 
-    def ask(self, url: str, body: dict[str, Any]) -> tuple[int, int, str, str, int]:
-        """Return cached tokens, the most that can be, the rules that acted, the answer's text and the tokens stored now."""
+    def ask(self, url: str, body: dict[str, Any]) -> tuple[int, int, str, dict[str, Any], int]:
+        """Return cached tokens, the most that can be, the rules that acted, the answer and the tokens stored now."""
         body = {"max_tokens": 1, "temperature": 0, **body}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
@@ -57,7 +60,7 @@ class Server:
         full = (usage["prompt_tokens"] - 1) // 64 * 64
         acted = answer.headers.get("x-headstart-canonical", "")
         stored = (usage["prompt_tokens"] + usage["completion_tokens"]) // 64 * 64
-        return usage["prompt_cache_hit_tokens"], full, acted, said["choices"][0]["message"]["content"], stored
+        return usage["prompt_cache_hit_tokens"], full, acted, said["choices"][0]["message"], stored
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,7 @@ def server(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     served = open_model(config, on_progress=lambda stage, fraction: None)
     served.renderer._tokenizer.chat_template = TEMPLATE
+    served = replace(served, answers=FAMILIES["hermes"])
     services: list[Service] = []
 
     def service(rules: tuple[str, ...]) -> Service:
@@ -141,15 +145,52 @@ def script(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[in
 
 def test_generated_tokens(server: Server, script: Callable[[list[int]], None]) -> None:
     renderer = server.served.renderer
-    text = "The town hall opens at nine in the morning on every day but Sunday, and the library at ten. " * 3
+    text = "The town hall opens at nine in the morning on every day but Sunday, and the library at ten."
     tokens = [token for character in text for token in renderer.completion(character)]  # not as a tokenizer would
-    assert len(tokens) == len(text) > 4 * 64
+    assert len(tokens) == len(text) > 64
     script(tokens)
     for url, hits in ((server.url, True), (server.off["generated-tokens"], False)):
         first: Any = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 400, "cache_salt": f"generated {hits}"}
         _, _, _, said, stored = server.ask(url, first)
-        assert said == text
+        assert said["content"] == text
         history = [*first["messages"], {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
         cached, *_ = server.ask(url, first | {"messages": history})
         assert (cached == stored) is hits, (cached, stored)
         assert cached >= 64
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}, "how": {}}}},
+}
+
+
+@pytest.mark.parametrize("rule", ["tool-arguments", "reasoning"])
+def test_what_was_generated_comes_back_as_clients_write_it(
+    server: Server, script: Callable[[list[int]], None], rule: str
+) -> None:
+    """A call whose JSON a client has read and written again, and an answer without the reasoning that led to it."""
+    calls = rule == "tool-arguments"
+    how = "as closely as you can, for the record of the town, and then once more from the other side of the road " * 2
+    wrote = (
+        f'<tool_call>\n{{"name":"look", "arguments":{{"how":"{how}","at":1}}}}\n</tool_call>'
+        if calls
+        else f"<think>\n{how}\n</think>\nYes."
+    )
+    script(server.served.renderer.completion(wrote))
+    for url, hits in ((server.url, True), (server.off[rule], False)):
+        first: Any = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 200, "cache_salt": f"{rule} {hits}"}
+        first |= {"tools": [TOOL]} if calls else {}
+        *_, message, stored = server.ask(url, first)
+        if calls:
+            call = message["tool_calls"][0]
+            again = {"at": 1, "how": json.loads(call["function"]["arguments"])["how"]}
+            call = {**call, "function": {**call["function"], "arguments": json.dumps(again)}}
+            said = {"role": "assistant", "content": None, "tool_calls": [call]}
+            follows = {"role": "tool", "tool_call_id": call["id"], "content": "seen"}
+        else:
+            assert message["content"] == "Yes."
+            said, follows = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}
+        cached, _, acted, *_ = server.ask(url, first | {"messages": [*first["messages"], said, follows]})
+        assert (rule in acted) is hits
+        assert (cached == stored) is hits, (cached, stored)
