@@ -25,6 +25,7 @@ _COMMANDS = {
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
+    "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }
