@@ -12,6 +12,7 @@ import openai
 import pytest
 from sybil import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from api.serving import Listening, running_model
 from headstart.cli.opening import open_model
@@ -60,6 +61,13 @@ def reader_s_client(server: Listening) -> type[openai.OpenAI]:
     return Client
 
 
+def give_the_reader_s_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have transformers load the tiny model, whatever hub name a page loads."""
+    for loader in (AutoModelForCausalLM, AutoTokenizer):
+        load = loader.from_pretrained
+        monkeypatch.setattr(loader, "from_pretrained", lambda name, load=load: load(folder))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_on_a_page_does_what_the_page_says(
     page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +77,10 @@ def test_the_code_on_a_page_does_what_the_page_says(
     if "openai" in page.read_text() and examples:
         client = reader_s_client(request.getfixturevalue("server"))
         monkeypatch.setattr(openai, "OpenAI", client)
+    if "open_store" in page.read_text() and examples:
+        give_the_reader_s_model(request.getfixturevalue("tiny_model_folder")("llama"), monkeypatch)
+        monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", str(request.getfixturevalue("tmp_path") / "kv"))
+        monkeypatch.setenv("HEADSTART_CACHE_MEMORY", "8MiB")
     for example in examples:
         example.evaluate()
     if "client" in document.namespace:

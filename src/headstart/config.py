@@ -9,6 +9,7 @@ Later wins: defaults, file, environment, flags. Unknown keys are refused with th
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -32,6 +33,7 @@ Kept = Annotated[str, Meta(extra={"size": ("%",), "check": "kept"})]
 SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
+Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
 RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
@@ -59,6 +61,10 @@ class CacheConfig:
     write_budget: Annotated[
         Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
     ] = "30%"
+    kv_events: Annotated[
+        Endpoint,
+        Meta(description='where what is stored is told to routers, as vLLM does, e.g. "tcp://127.0.0.1:5557"; "" for nowhere'),
+    ] = ""
     save_every: Annotated[Count, Meta(description="tokens of a long prompt after which what is computed so far is kept")] = 2048
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
@@ -94,10 +100,23 @@ class EngineConfig:
 class ServerConfig:
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
-    allow_remote: Annotated[bool, Meta(description="listen on an address that other machines reach; there are no keys yet")] = (
-        False
-    )
+    allow_remote: Annotated[
+        bool, Meta(description="listen on an address that other machines reach though no keys are asked for")
+    ] = False
+    keys: Annotated[
+        Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
+    ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    deadline_s: Annotated[
+        float | None, Meta(gt=0, le=86400, description="the longest that a request may take; a header may ask for less")
+    ] = None
+    shared_prefixes: Annotated[
+        Path | None, Meta(description="file of prompts whose stored beginnings all tenants share, a JSON object a line")
+    ] = None
+    usage_log: Annotated[Path, Meta(description="folder of the usage log, a line for each request")] = Path(
+        "~/.cache/headstart/usage"
+    )
+    usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +259,20 @@ def parse_adapters(text: str) -> dict[str, Path]:
     return {name: Path(folder).expanduser() for name, folder in _pairs(text, 'write "sql=/srv/sql, chat=/srv/chat"')}
 
 
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Return host and port of a TCP endpoint, the path and None of a local one. Raises ConfigError.
+
+    >>> parse_endpoint("tcp://127.0.0.1:5557"), parse_endpoint("ipc:///run/kv")
+    (('127.0.0.1', 5557), ('/run/kv', None))
+    """
+    if text.startswith("ipc:///"):
+        return text.removeprefix("ipc://"), None
+    found = re.fullmatch(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/*\[\]]+):(\d{1,5})", text)
+    if found is None or int(found[2]) > _LAST_PORT - 1:  # the one behind it is taken too
+        raise ConfigError('write "tcp://127.0.0.1:5557" or "ipc:///path"', text=text)
+    return found[1].strip("[]"), int(found[2])
+
+
 def prefer_sleeping_threads() -> None:
     """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
 
@@ -265,6 +298,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
+_LAST_PORT = 65_535
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
 
 
@@ -279,6 +313,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "retention": parse_retention,
     "quotas": parse_quotas,
     "folders": parse_adapters,
+    "endpoint": lambda text: text and parse_endpoint(text),
 }
 
 
@@ -453,4 +488,19 @@ def _assemble(chosen: Mapping[str, Any]) -> Config:
         )
 
     config: Config = section(Config, "")
+    if config.cache.kv_events and not config.server.allow_remote and not _is_private(config.cache.kv_events):
+        raise ConfigError(
+            f"cache.kv_events: {config.cache.kv_events} can be reached by others, who would read every prompt's tokens there; "
+            "take 127.0.0.1, or say --allow-remote",
+            key="cache.kv_events",
+        )
     return config
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether only this machine's users reach an endpoint."""
+    host, port = parse_endpoint(endpoint)
+    try:
+        return port is None or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -13,6 +13,7 @@ from typing import cast
 import openai
 import uvicorn
 
+from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
 from headstart.api.served import Served
 from headstart.api.service import Service
@@ -50,8 +51,8 @@ class Listening:
     url: str
     service: Service
 
-    def client(self, *, retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=retries, timeout=60)
+    def client(self, *, retries: int = 0, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,17 @@ class Running(Listening):
 
 
 @contextmanager
-def listening(service: Service, *, host: str = "127.0.0.1") -> Iterator[str]:
+def listening(service: Service, *, host: str = "127.0.0.1", stall_s: float = 30.0) -> Iterator[str]:
     """Serve `service` and give the address; `host` is what the application believes to listen on."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen(128)  # before the server is there
     config = uvicorn.Config(
-        build_app(service, host=host), log_config=None, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+        build_app(service, host=host, stall_s=stall_s),
+        log_config=None,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")
@@ -81,11 +87,19 @@ def listening(service: Service, *, host: str = "127.0.0.1") -> Iterator[str]:
 
 
 @contextmanager
-def running(engine: FakeEngine, *, ready: bool = True, max_waiting: int = 256, keepalive_s: float = 10.0) -> Iterator[Running]:
-    service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s)
+def running(
+    engine: FakeEngine,
+    *,
+    ready: bool = True,
+    max_waiting: int = 256,
+    keepalive_s: float = 10.0,
+    accounts: Accounts | None = None,
+    stall_s: float = 30.0,
+) -> Iterator[Running]:
+    service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s, accounts=accounts)
     if ready:
         service.ready(served(engine))
-    with listening(service) as url:
+    with listening(service, stall_s=stall_s) as url:
         try:
             yield Running(url, service, engine)
         finally:

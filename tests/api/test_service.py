@@ -12,10 +12,10 @@ import pytest
 
 from api.serving import ByteRenderer, served
 from headstart.api import service as service_module
+from headstart.api.dialects import chat, completions
 from headstart.api.errors import NotReady, TooManyWaiting
-from headstart.api.openai import parse_chat, parse_completion
 from headstart.api.service import Service
-from headstart.api.writing import usage_of
+from headstart.api.usage import Usage
 from headstart.engine.base import Receipt
 from headstart.render import Renderer
 from headstart.testing.fake_engine import FakeEngine
@@ -27,14 +27,14 @@ def test_draining_lets_requests_end_and_takes_no_more() -> None:
     async def scenario() -> str:
         service = Service()
         service.ready(served(engine))
-        generation = await service.start(parse_completion(b'{"prompt": "x", "max_tokens": 50}'))
+        generation = await service.start(completions.parse(b'{"prompt": "x", "max_tokens": 50}', {}))
         with generation:
             draining = asyncio.ensure_future(service.drain(timeout_s=10))
             text = "".join([piece.text async for piece in generation.pieces() if piece])
             await draining
         assert generation.answers[0].finish == "stop"
         with pytest.raises(NotReady, match="shutting down"):
-            await service.start(parse_completion(b'{"prompt": "x"}'))
+            await service.start(completions.parse(b'{"prompt": "x"}', {}))
         service.close()
         return text
 
@@ -50,7 +50,7 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
     async def scenario() -> None:
         service = Service()
         service.ready(served(engine))
-        generation = await service.start(parse_completion(b'{"prompt": "x"}'))
+        generation = await service.start(completions.parse(b'{"prompt": "x"}', {}))
         with generation:
             await service.drain(timeout_s=0)
             with pytest.raises(NotReady, match="aborted because the server is shutting down"):
@@ -88,7 +88,7 @@ def test_what_becomes_of_tools_is_told_once(renderer: ByteRenderer, says: str, c
         service = Service()
         service.ready(dataclasses.replace(served(engine), renderer=cast(Renderer, renderer)))
         for _ in range(2):
-            with await service.start(parse_chat(body)) as generation:
+            with await service.start(chat.parse(body, {})) as generation:
                 _ = [piece async for piece in generation.pieces()]
         service.close()
 
@@ -115,7 +115,7 @@ def test_draining_waits_for_a_request_that_is_being_tokenised_and_refuses_it() -
     async def scenario() -> None:
         service = Service()
         service.ready(dataclasses.replace(served(engine), renderer=cast(Renderer, renderer)))
-        starting = asyncio.ensure_future(service.start(parse_completion(b'{"prompt": "x"}')))
+        starting = asyncio.ensure_future(service.start(completions.parse(b'{"prompt": "x"}', {})))
         await asyncio.to_thread(renderer.begun.wait, 20)
         draining = asyncio.ensure_future(service.drain(timeout_s=20))
         await asyncio.sleep(0)
@@ -157,6 +157,6 @@ def test_hit_and_miss_always_add_up_to_the_prompt() -> None:
         first_token_s=None,
         total_s=0,
     )
-    usage = usage_of(receipt, completion_tokens=7)
+    usage = chat.usage_object(Usage.of(receipt, output_tokens=7))
     assert (usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"], usage["total_tokens"]) == (64, 36, 107)
     assert all(isinstance(value, int) for value in usage["prompt_tokens_details"].values())

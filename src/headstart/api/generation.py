@@ -11,15 +11,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
 
-from headstart.api.errors import GenerationFailed, NotReady
-from headstart.api.openai import Ask
+from headstart.api.accounts import Account
+from headstart.api.ask import Ask
+from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
+from headstart.api.pieces import Piece, Told
 from headstart.api.served import Served
-from headstart.api.writing import Piece, Told, usage_of
+from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.errors import RequestError
 from headstart.render import TextStream
 
+MOST_UNREAD = 4096  # tokens that a client may leave lying when it has taken none for STUCK_S; a burst may be larger
+STUCK_S = 5.0
+MOST_BURST = 16 * MOST_UNREAD
 RECEIPT_WAIT_S = 10.0  # how long answers that ended on a stop text wait for the engine's last word
 
 
@@ -84,18 +89,22 @@ class Generation:
         served: Served,
         ask: Ask,
         *,
+        account: Account,
         keepalive_s: float,
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
     ) -> None:
         self.id = id
+        self.account = account
         self.answers = [Answer(index, request, served, ask) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
         self._on_answer = on_answer
         self._on_landed = on_landed
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # bounded by max_tokens, thus the context
+        self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # MOST_UNREAD and a last one each
+        self._taken_s = self._loop.time()
+        self._unread = False  # so many tokens lay there that the request was ended
 
     def submit(self) -> None:
         """Give all to the engine, or none."""
@@ -118,6 +127,7 @@ class Generation:
                 try:
                     async with asyncio.timeout(self._keepalive_s):
                         answer, event = await self._events.get()
+                    self._taken_s = self._loop.time()
                 except TimeoutError:
                     yield None
                     continue
@@ -126,16 +136,16 @@ class Generation:
                     if piece.finish is not None and event.finish is None:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):
-                        raise _failure(event)
+                        raise self._failure(event)
                     yield piece
             await self._receipts()
         finally:
             self._nobody_reads()
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
         receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
-        return usage_of(receipt, completion_tokens=sum(answer.completion_tokens for answer in self.answers))
+        return Usage.of(receipt, output_tokens=sum(answer.completion_tokens for answer in self.answers))
 
     def __enter__(self) -> Generation:
         return self
@@ -165,25 +175,56 @@ class Generation:
         if not answer.reported and answer.read and answer.receipt is not None and answer.finish is not None:
             answer.reported = True
             self._on_answer(answer)
+            if all(one.reported for one in self.answers):
+                self.account.ended(self)
 
     def _on_event(self, answer: Answer, event: TokenEvent) -> None:
         try:
             self._loop.call_soon_threadsafe(self._receive, answer, event)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            self._on_landed(self)
+        except RuntimeError:  # the loop is closed: nobody is left to tell, but the accounts
+            if event.finish is not None:
+                answer.read = True
+                self._land(answer, event)
 
     def _receive(self, answer: Answer, event: TokenEvent) -> None:
+        if event.finish is None and self._lie_unread():
+            return
         self._events.put_nowait((answer, event))
         if event.finish is not None:
-            answer.finish = answer.finish or event.finish
-            answer.receipt = event.receipt
-            answer.error = event.error
-            if all(one.receipt is not None for one in self.answers):
-                self._on_landed(self)
-            self._report(answer)
+            self._land(answer, event)
 
+    def _lie_unread(self) -> bool:
+        """Whether more would be too much to hold for a client that does not read; its request is ended then."""
+        lying = self._events.qsize()
+        stuck = lying >= MOST_UNREAD and self._loop.time() - self._taken_s > STUCK_S
+        if not self._unread and (stuck or lying >= MOST_BURST):
+            self._unread = True
+            self.abort()
+        return self._unread
 
-def _failure(event: TokenEvent) -> GenerationFailed | NotReady:
-    if event.finish == "error":
-        return GenerationFailed(event.error or "the engine failed", code="generation_failed")
-    return NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)
+    def _land(self, answer: Answer, event: TokenEvent) -> None:
+        answer.finish = answer.finish or event.finish
+        answer.receipt = event.receipt
+        answer.error = event.error
+        if all(one.receipt is not None for one in self.answers):
+            self._on_landed(self)
+        self._report(answer)
+
+    def _failure(self, event: TokenEvent) -> RequestError:
+        """Return why an answer ended before its end, and note it for the accounts."""
+        error = self._why(event)
+        self.account.status = error.status
+        return error
+
+    def _why(self, event: TokenEvent) -> RequestError:
+        deadline_s = self.answers[0].request.deadline_s
+        if event.finish == "error":
+            return GenerationFailed(event.error or "the engine failed", code="generation_failed")
+        if self._unread:
+            return ReaderTooSlow(
+                f"{MOST_UNREAD} tokens lay unread, so the answer was ended; read faster, or ask without stream",
+                code="reader_too_slow",
+            )
+        if deadline_s is not None and event.receipt is not None and event.receipt.total_s >= deadline_s:
+            return DeadlinePassed("the answer was not done within its deadline", code="deadline_exceeded")
+        return NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headstart.api.shared import SharedPrefixes
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import Engine, GenerationRequest, Sampling
 from headstart.errors import ContextLengthExceeded
@@ -22,6 +23,7 @@ class Served:
     defaults: Sampling = field(default_factory=Sampling)
     note: str | None = None
     cache: PrefixCache | None = None
+    shared: SharedPrefixes = field(default_factory=SharedPrefixes)
 
     @property
     def names(self) -> tuple[str, ...]:

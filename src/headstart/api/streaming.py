@@ -1,52 +1,66 @@
-"""An answer as server-sent events, exactly as clients of the OpenAI API read them.
+"""An answer as server-sent events. What they say is the dialect's; here is only when.
 
-    role chunk · text chunks · finish reason · usage (when asked, no choices) · [DONE]
-
-Of several answers each has its own first three, in whatever order they come.
-
-While a long prompt is computed a comment goes out now and then, so that nothing in between gives up on the connection;
-clients skip comments. A failure after the first byte is a data event with an error object.
+While a long prompt is computed something without meaning goes out now and then, so that nothing in between gives up on the
+connection. A failure after the first byte is an event too, as each dialect writes it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
-import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from headstart.api.errors import error_object
+from headstart.api.dialects.base import Shape
+from headstart.api.errors import ReaderTooSlow
 from headstart.api.generation import Generation
-from headstart.api.writing import Shape
 from headstart.errors import RequestError
 
-_DONE = b"data: [DONE]\n\n"
-_KEEPALIVE = b": keep-alive\n\n"
+STALL_S = 30.0  # how long a client may take nothing at all of what is sent to it
+_log = logging.getLogger("headstart")
+
+
+class EventStream(StreamingResponse):
+    """A stream that ends its request in the engine however it ends itself, begun or not. A client that takes nothing for
+    `stall_s` is cut, so that nothing is held for it."""
+
+    def __init__(self, generation: Generation, shape: Shape, headers: dict[str, str], *, stall_s: float = STALL_S) -> None:
+        headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events(generation, shape), media_type="text/event-stream", headers=headers)
+        self._generation = generation
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send(message)
+            except TimeoutError as error:
+                raise _Stalled from error
+
+        with self._generation:
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            except _Stalled:
+                self._generation.account.status = ReaderTooSlow.status
+                _log.info("%s ended: its client took nothing for %g s", self._generation.id, self._stall_s)
+
+
+class _Stalled(Exception):
+    """The client does not read."""
 
 
 async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     """Yield the stream. Cancelled when the client goes away; whoever made the generation ends it."""
-    begun: set[int] = set()
     try:
         async for piece in generation.pieces():
             if piece is None:
-                yield _KEEPALIVE
-                continue
-            # The role goes out with the first text, not before: clients take the first chunk for the first token.
-            if piece.index not in begun and (role := shape.role(piece.index)):
-                yield _event(role)
-            begun.add(piece.index)
-            if piece.text or piece.told:
-                yield _event(shape.text(piece))
-            if piece.finish is not None:
-                yield _event(shape.finish(piece.index, piece.finish))
+                yield shape.quiet()
+            elif written := b"".join(shape.piece(piece)):
+                yield written
     except RequestError as error:
-        yield _event(error_object(error))
+        yield b"".join(shape.failure(error))
         return
-    if shape.include_usage:
-        yield _event(shape.usage(generation.usage()))
-    yield _DONE
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    yield b"".join(shape.end(generation.usage()))

@@ -11,6 +11,7 @@ from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
 from headstart.errors import StoreError
+from headstart.events import Publisher
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.tier.base import Tier
@@ -29,7 +30,7 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
-    write_budget_bytes: int | None = None
+    budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -43,9 +44,16 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 disk = _open_disk(config)
                 tiers.append(disk)
                 logged = disk.warnings
-                write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
+                directories = [device.path for device in disk.devices] or config.directories
+                budget_bytes = write_budget_bytes(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
+    publisher = None
+    if config.enabled and config.kv_events and tiers:
+        try:
+            publisher = _publisher(config.kv_events)
+        except OSError as error:
+            warnings.append(f"no KV events: {error.strerror}; stop what listens there, or change cache.kv_events")
     for warning in warnings:
         _log.warning("%s", warning)
     return PrefixCache(
@@ -53,9 +61,17 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
         identity=identity,
         representation=representation,
         load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=write_budget_bytes,
+        write_budget_bytes=budget_bytes,
         warnings=[*warnings, *logged],
+        publisher=publisher,
     )
+
+
+def _publisher(endpoint: str) -> Publisher:
+    """Return the publisher of KV events. Raises OSError where its address is taken, ConfigError, MissingExtra."""
+    publisher = Publisher(endpoint)
+    _log.info("KV events at %s, what was missed of them at %s", publisher.endpoint, publisher.replay_endpoint)
+    return publisher
 
 
 def _open_disk(config: CacheConfig) -> DeviceTier:
@@ -84,7 +100,10 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         return tier
 
     return DeviceTier.open(
-        config.directories, open_directory=open_directory, capacities=lambda rooms: capacities_of(config, rooms)
+        config.directories,
+        open_directory=open_directory,
+        capacities=lambda rooms: capacities_of(config, rooms),
+        patient=True,
     )
 
 
@@ -95,7 +114,7 @@ def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
     return split_total(rooms, parse_size(config.capacity))
 
 
-def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:
+def write_budget_bytes(config: CacheConfig, directories: Sequence[Path]) -> int | None:
     """Return what may be written a day; None for any amount, and where no file system says how large it is."""
     if config.write_budget == "unlimited":
         return None

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -35,8 +35,10 @@ from headstart.cache.lease import Lease
 from headstart.cache.promoting import Promoter
 from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
+from headstart.cache.telling import Telling
 from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
+from headstart.events import Publisher
 from headstart.metrics import Counters
 from headstart.tier.base import DEFAULT_TERMS, Problem, Terms, Tier, TierStatistics
 from headstart.transfer.load import KVView, Load
@@ -45,6 +47,7 @@ from headstart.transfer.plan import Prompt
 __all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
 _PROMOTED_SHARE = 4  # one in so many of the memory tier's bytes may be of what is only expected
+_LAST_EVENTS_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +64,8 @@ class PrefixCache:
     `match_timeout_s`: how long a match waits for tiers on a medium; what faster tiers have counts, the rest is then a miss.
     `write_budget_bytes`: what may be written in 24 hours to each tier that is not memory, None for any amount; see
     `policy.admission` for what goes without when it runs short.
-    `warnings`: one sentence for each tier that was asked for and could not be had."""
+    `warnings`: one sentence for each tier that was asked for and could not be had. `publisher`: where what is stored is told as
+    it changes; it is taken over."""
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class PrefixCache:
         match_timeout_s: float = 0.2,
         write_budget_bytes: int | None = None,
         warnings: Sequence[str] = (),
+        publisher: Publisher | None = None,
     ) -> None:
         self.identity = identity
         self.representation = representation
@@ -97,6 +102,16 @@ class PrefixCache:
             counters=self._counters,
             write_budget_bytes=write_budget_bytes,
         )
+        self._telling = None
+        if publisher is not None:
+            self._telling = Telling(
+                tiers, identity=identity, representation=representation, publisher=publisher, counters=self._counters
+            )
+
+    def know(self, identity: Identity) -> None:
+        """Note an identity that prompts will have, so that their first blocks are told as such."""
+        if self._telling is not None:
+            self._telling.know(identity)
 
     def match(
         self,
@@ -203,6 +218,8 @@ class PrefixCache:
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason="forked"))
             return ticket
         self._counters.add("save_calls")
+        if identity is not None:
+            self.know(identity)
         if not self._sources or not whole:
             ticket = Ticket()
             ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=None if self._sources else "no-tier"))
@@ -229,6 +246,7 @@ class PrefixCache:
         *,
         most_bytes: int,
         salt: str | bytes | None = None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
@@ -236,6 +254,7 @@ class PrefixCache:
         nothing to bring, or no memory tier. Returns at once."""
         if self._closed or self._forked or self._promoter is None or self._promoter.busy:
             return False
+        _require_shared(shared_tokens)
         require_salt(salt)
         data = token_bytes(tokens)
         prompt = np.frombuffer(data, dtype="<u4")
@@ -243,10 +262,10 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            request = SaveRequest(prompt[:count], source, root, salt, 0, DEFAULT_TERMS, memory_only=True)
+            request = SaveRequest(prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True)
             return self._saver.submit(request)
 
-        lease = self._match(data, salt, identity=identity, ahead=True)
+        lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:
@@ -260,7 +279,8 @@ class PrefixCache:
         tiers = []
         for source in self._sources:
             with counted(self._counters, source.tier, "statistics"):
-                tiers.append(source.tier.statistics())
+                found = source.tier.statistics()
+                tiers.append(replace(found, paused=found.paused or self._saver.why_not(source)))
         return CacheStatistics(tiers=tuple(tiers), counters=self._counters.snapshot())
 
     def check(self) -> list[Problem]:
@@ -285,6 +305,8 @@ class PrefixCache:
             self._promoter.close()
         deadline = time.monotonic() + timeout_s
         saved = self._saver.close(timeout_s)
+        if self._telling is not None:
+            self._telling.close(min(_LAST_EVENTS_S, deadline - time.monotonic()))
         for source in self._sources:
             source.close(deadline, tier_too=saved)
         if not saved:

@@ -36,7 +36,7 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
-    `min_tokens` others were. `salt` keeps tenants apart.
+    `min_tokens` others were. `salt` keeps tenants apart behind the first `shared_tokens` tokens, which all may have in common.
 
     `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
@@ -49,7 +49,8 @@ class GenerationRequest:
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    salt: str | None = None
+    salt: str | bytes | None = None
+    shared_tokens: int = 0
     use_cache: bool = True
     min_tokens: int = 0
     logprobs: int | None = None
@@ -77,7 +78,11 @@ class LoadDecision:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Where a request's time and tokens went. cached_tokens = cached_memory_tokens + cached_disk_tokens: verified and used."""
+    """Where a request's time and tokens went. cached_tokens = cached_memory_tokens + cached_disk_tokens: verified and used.
+
+    `written_tokens`: of the prompt, in whole pieces, not stored as far as was known and accepted for writing; with the cached
+    ones never more than the prompt. `kept_output_tokens`: of the answer, accepted for writing. `taken`: whether its turn came;
+    only then do the engine's counters have its prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -93,6 +98,9 @@ class Receipt:
     decision: LoadDecision = LoadDecision("miss")
     preemptions: int = 0  # how often it gave its place to another and went on later
     longest_gap_s: float = 0.0  # between two of its tokens
+    written_tokens: int = 0
+    kept_output_tokens: int = 0
+    taken: bool = True
 
     @property
     def cached_tokens(self) -> int:

@@ -10,7 +10,7 @@ Whoever calls (the cache) turns them into a miss and a counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol, runtime_checkable
 
@@ -149,6 +149,18 @@ class LanedTier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """Blocks of one extent that came or went: `keys` as in `ExtentInfo`."""
+
+    representation: bytes
+    keys: Sequence[bytes]
+    came: bool
+
+
+OnChange = Callable[[Change | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class WriteOutcome:
     """`stored`: the extent is in the tier after the call. `reason`: "written", "present" (already there), or why not: "full",
     "too-large", "stopped", "error", "quota" (the tenant's other extents may not go), "budget" (not worth today's writes)."""
@@ -254,4 +266,14 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Flush what is pending and let go. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class WatchedTier(Tier, Protocol):
+    """A tier that says what changes in it."""
+
+    def watch(self, on_change: OnChange) -> None:
+        """Have `on_change` called with every change from now on, None for more than can be told one by one. It is called under
+        the tier's lock: it must be quick, not raise and not call back. A second call replaces the first."""
         ...

@@ -22,8 +22,10 @@ from headstart.metrics import Counters
 from headstart.tier.arena import ALIGNMENT, Arena, Region
 from headstart.tier.base import (
     DEFAULT_TERMS,
+    Change,
     ExtentId,
     ExtentInfo,
+    OnChange,
     Placement,
     Problem,
     ReadRange,
@@ -115,6 +117,7 @@ class MemoryTier:
         self._uses = 0
         self._leased_bytes = 0
         self._counters = Counters()
+        self._on_change: OnChange | None = None
 
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes."""
@@ -212,6 +215,7 @@ class MemoryTier:
             )
             self._extents[extent.id] = extent
             self._places.setdefault(extent.representation, _Places()).enter(extent)
+            self._changed(extent, came=True)
         self._counters.add("bytes_written", image.nbytes)
         return WriteOutcome(stored=True, reason="written")
 
@@ -226,6 +230,10 @@ class MemoryTier:
 
     def tend(self) -> bool:
         return False
+
+    def watch(self, on_change: OnChange) -> None:
+        with self._lock:
+            self._on_change = on_change
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         with self._lock:
@@ -325,6 +333,11 @@ class MemoryTier:
             self._leased_bytes -= extent.region.nbytes
         self._places[extent.representation].leave(extent)
         extent.region.release()
+        self._changed(extent, came=False)
+
+    def _changed(self, extent: _Extent, *, came: bool) -> None:
+        if self._on_change is not None and not self._closed:
+            self._on_change(Change(extent.representation, extent.keys, came))
 
 
 _NOWHERE = _Places()

@@ -182,7 +182,7 @@ class _NoThread:
 @contextmanager
 def stepped(model: TorchModel, **settings: Any) -> Iterator[TorchEngine]:
     """An engine without a thread of its own: the test says `engine._round()`, which takes in what is new and runs a step."""
-    with patch("headstart.engine.torch.engine.Thread", _NoThread):
+    with patch("headstart.engine.serving.door.Thread", _NoThread):
         engine = engine_of(model, **settings)
     try:
         yield engine

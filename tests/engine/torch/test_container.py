@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.engine.torch import container, hardware
+from headstart.engine import container
+from headstart.engine.torch import hardware
 
 GIB = 1 << 30
 

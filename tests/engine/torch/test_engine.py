@@ -252,7 +252,7 @@ def test_a_fault_while_idle_does_not_end_the_engine(
         monkeypatch.undo()
         raise RuntimeError("nothing to do, and yet")
 
-    monkeypatch.setattr(engine, "_touch_more", broken)
+    monkeypatch.setattr(engine, "_use_idle_moment", broken)
     assert ask(engine, some_tokens(10)).result().finish == "length"
     eventually(lambda: engine.load().counters.get("engine_faults") == 1)
     engine.warm_up()  # in a later round

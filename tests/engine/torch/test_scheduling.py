@@ -15,10 +15,10 @@ from reference import ask, finish, loaded, running, some_tokens, stepped, stock,
 from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import Sampling
+from headstart.engine.torch.branches import BranchKV
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel
-from headstart.engine.torch.sharing import BranchKV
 from headstart.errors import RequestError
 from headstart.tier.memory import MemoryTier
 

@@ -11,10 +11,10 @@ from held_cache import HeldCache, eventually
 from reference import Answer, ask, engine_of, loaded, some_tokens, stock, stock_greedy
 
 from headstart.engine.torch.attention import Prefix
+from headstart.engine.torch.branches import BranchKV
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel
-from headstart.engine.torch.sharing import BranchKV
 
 Folders = Callable[..., Path]
 BEGINNING = some_tokens(192)

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Several
 from dataclasses import replace
 
 from headstart.block.keys import BLOCK_TOKENS
+from headstart.engine.serving.scheduler import Work
 from headstart.engine.torch.kv_memory import KVMemory
-from headstart.engine.torch.scheduler import Work
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
 from headstart.policy.boundaries import next_boundary
@@ -29,7 +29,7 @@ class Boundaries:
         self._counters = counters
         self._every = every
 
-    def cut(self, work: Several[Work]) -> list[Work]:
+    def cut(self, work: Several[Work[Sequence]]) -> list[Work[Sequence]]:
         """Return `work` so that each request's part of it ends at its next boundary at the latest."""
         if self._memory.shape.state is None:
             return list(work)
@@ -79,5 +79,5 @@ class Boundaries:
         return sequence.boundary
 
 
-def _until(item: Work, end: int) -> Work:
+def _until(item: Work[Sequence], end: int) -> Work[Sequence]:
     return replace(item, count=min(item.count, end - item.sequence.computed))

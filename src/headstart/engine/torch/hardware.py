@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 
 import torch
 
-from headstart.engine.torch import container
+from headstart.engine.host import free_bytes, physical_cores
 from headstart.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,10 +43,7 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
 def use_physical_cores() -> int:
     """Let torch use one thread a physical core, fewer if it was told so or the container has less; return how many.
     Siblings only disturb each other."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in allowed}
-    share = container.cpus() or len(cores)
-    threads = max(1, min(len(cores), int(share), torch.get_num_threads()))
+    threads = min(physical_cores(), torch.get_num_threads())
     torch.set_num_threads(threads)
     return threads
 
@@ -71,22 +66,4 @@ def available_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
-    free = container.free_bytes()
-    return _available_on_host() if free is None else min(free, _available_on_host())
-
-
-def _available_on_host() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # no /proc: not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _siblings(cpu: int) -> str:
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
+    return free_bytes()

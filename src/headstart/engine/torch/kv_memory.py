@@ -151,6 +151,7 @@ class LayerViews:
 
     def __init__(self, shape: KVShape, planes: Sequence[Tensor], memory: Tensor | None = None) -> None:
         self.state = None if shape.state is None or memory is None else RecurrentState(shape.state, memory)
+        self.shared_tokens = 0
         self.stock: Any = None  # what a model that is run as it is keeps (see `stock`)
         self._shape = shape
         self._planes = list(planes)

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Several
 from headstart.block.identity import Identity
 from headstart.engine.base import LoadDecision
 from headstart.engine.expecting import Conversations
+from headstart.engine.serving.roster import Roster
 from headstart.engine.speeds import Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.prefix_load import Outcome, PrefixLoad
 from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
 from headstart.policy.loading import Plan
@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 class Loads:
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster, rooms: Rooms, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters) -> None:
+    def __init__(
+        self, roster: Roster[Sequence], rooms: Rooms, bridge: PrefixBridge | None, speeds: Speeds, counters: Counters
+    ) -> None:
         self.speeds = speeds
         self._roster = roster
         self._rooms = rooms
@@ -46,6 +48,7 @@ class Loads:
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                shared_tokens=sequence.request.shared_tokens,
                 identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
@@ -57,6 +60,7 @@ class Loads:
         finally:
             sequence.match_s = time.monotonic() - begun
         sequence.load = started.load
+        sequence.note_known(started.matched_tokens)
         if started.beyond_tokens:
             sequence.diverges = started.matched_tokens + started.beyond_tokens
         if started.plan is None:
@@ -74,6 +78,7 @@ class Loads:
                 session=asked.session,
                 tokens=sequence.tokens,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 started_s=sequence.submitted_s,
                 ended_s=time.monotonic(),
@@ -84,10 +89,12 @@ class Loads:
         if self._conversations is not None:
             self._conversations.look_ahead(time.monotonic())
 
-    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
+    def promote(self, tokens: Several[int], salt: str | bytes | None, shared_tokens: int, identity: Identity | None) -> bool:
         """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
         try:
-            return self._bridge is not None and self._bridge.promote(tokens, salt=salt, identity=identity)
+            return self._bridge is not None and self._bridge.promote(
+                tokens, salt=salt, shared_tokens=shared_tokens, identity=identity
+            )
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._counters.add("match_faults")
             _log.exception("bringing a prefix to memory failed")

@@ -19,9 +19,10 @@ from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.hardware import available_bytes, choose_device, keep_freed_memory, use_physical_cores
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.lora import Adapter, Adapters, read_adapter
-from headstart.engine.torch.model import Model, load_model
+from headstart.engine.torch.model import Model, TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
+from headstart.tier.base import TierStatistics
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
@@ -56,6 +57,9 @@ def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, flo
     cache, said = _open_cache(identity, config, model)
     if cache is not None:
         cache.warm()
+        if adapters and isinstance(model, TorchModel) and model.adapters is not None:
+            for digest in model.adapters.digests.values():
+                cache.know(replace(cache.identity, adapters=(digest,)))
     engine = TorchEngine(
         model,
         memory,
@@ -190,8 +194,14 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
     if not tiers:
         cache.close()
         return None, "; ".join(("off", *wrong))
-    places = " and ".join({"memory": "in memory", "disk": "on disk"}.get(name, f"in {name}") for name in tiers)
+    places = " and ".join(map(_place, tiers.values()))
     return cache, "; ".join((f"prefixes are kept {places}", *wrong))
+
+
+def _place(tier: TierStatistics) -> str:
+    if tier.name != "disk":
+        return f"in {tier.name}"
+    return "on disk" if tier.capacity_bytes else "on disk once it can be opened"
 
 
 def _disk_capacity(config: CacheConfig) -> tuple[int, str]:

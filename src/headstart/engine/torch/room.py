@@ -10,21 +10,15 @@ still write, is given back when that has ended; until then memory is *coming fre
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
+from headstart.engine.serving.parts import Leaving
+from headstart.engine.serving.sharing import Offer
+from headstart.engine.torch.branches import BranchKV, accept
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
 from headstart.engine.torch.sequence import Sequence
-from headstart.engine.torch.sharing import BranchKV, Offer
 from headstart.metrics import Counters
 
 _SHARE = 4  # room is at least one in so many of the tokens known
-
-
-class _Leaving(Protocol):
-    """A save or a load that holds KV which nobody else does."""
-
-    @property
-    def done(self) -> bool: ...
 
 
 class Rooms:
@@ -36,15 +30,15 @@ class Rooms:
         self._counters = counters
         self._least_tokens = least_tokens
         self._patience_s = patience_s
-        self._leaving: list[tuple[float, _Leaving]] = []
+        self._leaving: list[tuple[float, Leaving]] = []
 
-    def first(self, sequence: Sequence, offer: Offer | None) -> HostKV | DeviceKV | BranchKV | None:
+    def first(self, sequence: Sequence, offer: Offer[Sequence] | None) -> HostKV | DeviceKV | BranchKV | None:
         """Return KV for a request that is about to run, None where there is none now."""
         wanted = self._wanted(sequence)
         if offer is None:
             return self._memory.allocate(wanted)
         own = self._memory.allocate_host(wanted - offer.tokens)
-        return None if own is None else offer.accept(own)
+        return None if own is None else accept(offer, own)
 
     def spare(self, sequence: Sequence) -> HostKV | None:
         """Return KV beyond the memory's capacity; see `KVMemory.allocate_spare`."""
@@ -80,7 +74,7 @@ class Rooms:
         self._let_go(sequence)
         sequence.release_states()
 
-    def leaves(self, what: _Leaving) -> None:
+    def leaves(self, what: Leaving) -> None:
         """Remember a save or load that may hold KV which nobody else does."""
         self._leaving = [(begun_s, one) for begun_s, one in self._leaving if not one.done]
         if not what.done:

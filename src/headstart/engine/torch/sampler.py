@@ -13,24 +13,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headstart.engine.base import Logprobs, Sampling
+from headstart.engine.serving.parts import Choice
 
 _log = logging.getLogger(__name__)
 
 _LEAST_TEMPERATURE = 1e-5  # below it, a draw takes the best anyway
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A row's next token, and what was asked to be told of it."""
-
-    token: int
-    logprobs: Logprobs | None = None
 
 
 class Sampler:

@@ -8,18 +8,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from functools import partial
 
-from headstart.engine.base import TokenEvent
+from headstart.engine.serving.ending import Endings
+from headstart.engine.serving.roster import Roster
+from headstart.engine.serving.scheduler import Work, note_turns, plan_step
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
 from headstart.engine.torch.boundaries import Boundaries
-from headstart.engine.torch.ending import Endings
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import Model
 from headstart.engine.torch.prefix_load import PrefixLoad
-from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sampler import Choice, choose
-from headstart.engine.torch.scheduler import Work, note_turns, plan_step
+from headstart.engine.torch.sampler import choose
 from headstart.engine.torch.sequence import Sequence
 from headstart.errors import LoadFailed
 from headstart.metrics import Counters
@@ -42,10 +41,10 @@ class Stepper:
     def __init__(
         self,
         model: Model,
-        roster: Roster,
+        roster: Roster[Sequence],
         loads: Loads,
         boundaries: Boundaries,
-        endings: Endings,
+        endings: Endings[Sequence],
         counters: Counters,
         *,
         chunk_tokens: int,
@@ -61,7 +60,7 @@ class Stepper:
         self._counters = counters
         self._alone = alone
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[Work[Sequence]]:
         """Return what the next step computes; see `scheduler`."""
         work = plan_step(
             self._roster.running,
@@ -71,7 +70,7 @@ class Stepper:
         )
         return self._boundaries.cut(work)
 
-    def step(self, work: Several[Work]) -> None:
+    def step(self, work: Several[Work[Sequence]]) -> None:
         """Compute `work`, or give it up. What fails ends the requests of its pass, and nothing else."""
         if not self._alone:
             self._pass(work)
@@ -82,7 +81,7 @@ class Stepper:
             )
             self._pass([Work(one, count)])
 
-    def _pass(self, work: Several[Work]) -> None:
+    def _pass(self, work: Several[Work[Sequence]]) -> None:
         tokens: list[int] = []
         segments, rows, complete, adapted = [], [], [], []
         for item in work:
@@ -124,12 +123,12 @@ class Stepper:
         before = [self._advance(item) for item in work]
         for sequence, choice in zip(complete, chosen, strict=True):
             if not sequence.over:  # else its last event comes before the next step
-                self._deliver(sequence, choice)
+                self._endings.deliver(sequence, choice)
         for item, computed in zip(work, before, strict=True):
             if not item.sequence.ended:  # only now, so that no token waits for it
                 self._endings.save_progress(item.sequence, before=computed)
 
-    def _advance(self, item: Work) -> int:
+    def _advance(self, item: Work[Sequence]) -> int:
         """Count what was computed; return how much was before."""
         sequence = item.sequence
         if isinstance(sequence.load, PrefixLoad):  # every layer of it was waited for, so all of it is good
@@ -144,7 +143,7 @@ class Stepper:
         self._boundaries.passed(sequence)
         return before
 
-    def _measure(self, work: Several[Work], seconds: float, *, settled: bool) -> None:
+    def _measure(self, work: Several[Work[Sequence]], seconds: float, *, settled: bool) -> None:
         """Learn how fast prompts are computed, from steps that are mostly of prompts and waited for no read."""
         rows = sum(item.count for item in work)
         if rows - len(work) < _TELLING_ROWS or any(isinstance(item.sequence.load, PrefixLoad) for item in work):
@@ -154,7 +153,7 @@ class Stepper:
         on_cpu = self._model.device.type == "cpu"  # elsewhere a pass is over only when something of it was asked for
         self._loads.speeds.passed(rows, row_keys, seconds, settled=settled or on_cpu)
 
-    def _before_layer(self, work: Several[Work], layer: int) -> None:
+    def _before_layer(self, work: Several[Work[Sequence]], layer: int) -> None:
         """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
         the prompt that is most of its work. An aborted stream alone would cost the others more than its row."""
         over = [item for item in work if item.sequence.over]
@@ -164,7 +163,7 @@ class Stepper:
             if isinstance(item.sequence.load, PrefixLoad):
                 self._wait(item.sequence, partial(item.sequence.load.wait, layer))
 
-    def _take_states(self, work: Several[Work]) -> None:
+    def _take_states(self, work: Several[Work[Sequence]]) -> None:
         """Wait until recurrent layers of those whose prefix is loaded stand behind it."""
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):
@@ -185,19 +184,3 @@ class Stepper:
                     raise _Abandoned from error
                 if load.overdue or load.slow or sequence.over or self._roster.closing or self._roster.mail:
                     raise _Abandoned from error
-
-    def _deliver(self, sequence: Sequence, choice: Choice | str) -> None:
-        if isinstance(choice, str):
-            self._counters.add("choice_faults")
-            self._endings.end(sequence, "error", error=choice)
-            return
-        sequence.saw_token()
-        if choice.token in sequence.request.stop_ids:
-            self._endings.end(sequence, "stop")
-            return
-        sequence.tokens.append(choice.token)
-        self._counters.add("generated_tokens")
-        if sequence.generated == sequence.max_tokens:
-            self._endings.end(sequence, "length", last=choice)
-        else:
-            self._endings.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))

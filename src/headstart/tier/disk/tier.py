@@ -24,6 +24,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    OnChange,
     Placement,
     Problem,
     RawExtent,
@@ -141,7 +142,8 @@ class DiskTier:
             return cls(store, others, bypasses_page_cache=False, clock=clock)
         except StoreError as error:
             message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
-            raise TierUnavailable(message, tier=cls.name, path=directory) from error
+            facts = {"reason": error.facts.get("reason"), "why": error.message}
+            raise TierUnavailable(message, tier=cls.name, path=directory, **facts) from error
         tier = cls(store, others, bypasses_page_cache=direct, clock=clock)
         store.counters.add("marker_rewritten", place.rewritten)
         store.make_room()
@@ -251,6 +253,11 @@ class DiskTier:
         self._store.make_room()
 
     @property
+    def only_read(self) -> bool:
+        """Whether it was opened where nothing may be changed."""
+        return self._store.only_read
+
+    @property
     def room_bytes(self) -> int:
         """How much could be written without evicting anything."""
         return max(0, self._store.capacity_bytes - self._store.allocated_bytes)
@@ -272,6 +279,10 @@ class DiskTier:
     def unpin(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
         self._store.promises.pin(extents, 0)
+
+    def watch(self, on_change: OnChange) -> None:
+        with self._store.lock:
+            self._store.books.on_change = on_change
 
     def take_up_all(self) -> None:
         """Have `tend` join whatever is short, and not only what this process has seen used."""

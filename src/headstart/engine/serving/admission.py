@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Generic
 
-from headstart.engine.torch.ending import Endings
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV
-from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.preempting import Preemption
-from headstart.engine.torch.prefix import PrefixBridge
-from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sequence import Sequence
-from headstart.engine.torch.sharing import BranchKV, Offer, best_offer
+from headstart.engine.serving.ending import Endings
+from headstart.engine.serving.parts import KV, Bridge, Loads, Rooms
+from headstart.engine.serving.preempting import Preemption
+from headstart.engine.serving.roster import Roster
+from headstart.engine.serving.sequence import S
+from headstart.engine.serving.sharing import Offer, best_offer
 from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
@@ -22,25 +21,25 @@ _log = logging.getLogger(__name__)
 _AHEAD = 2  # who wait and whose stored prefixes are read meanwhile
 
 
-class Admission:
+class Admission(Generic[S]):
     """For the engine's thread. `patience_s`: how long loads and saves that go on without their requests are waited for."""
 
     def __init__(
         self,
-        roster: Roster,
-        rooms: Rooms,
-        preemption: Preemption,
-        loads: Loads,
-        endings: Endings,
-        bridge: PrefixBridge | None,
+        roster: Roster[S],
+        rooms: Rooms[S],
+        preemption: Preemption[S],
+        loads: Loads[S],
+        endings: Endings[S],
+        bridge: Bridge | None,
         counters: Counters,
         *,
         max_running: int,
         patience_s: float,
-        share: bool,
+        gives: Callable[[S], int] | None,
     ) -> None:
-        """`share`: whether requests that begin alike hold that beginning together."""
-        self._share = share
+        """`gives`: how many tokens of a running request's beginning others may hold together with it; None: nobody shares."""
+        self._gives = gives
         self._roster = roster
         self._rooms = rooms
         self._preemption = preemption
@@ -51,7 +50,7 @@ class Admission:
         self._max_running = max_running
         self._patience_s = patience_s
         self._starved_s: float | None = None  # since when nothing runs and the next one finds no memory
-        self._claimant: Sequence | None = None  # to whom one gave way: it goes before its equals
+        self._claimant: S | None = None  # to whom one gave way: it goes before its equals
 
     def admit(self) -> None:
         """Let in who can run, and see to the stored prefixes of those who come next."""
@@ -81,14 +80,14 @@ class Admission:
             if ahead:
                 self._loads.count_hit(sequence)
                 continue  # what is stored of it is there, or on its way
-            if isinstance(kv, BranchKV):
-                sequence.computed = kv.prefix.tokens
-                self._loads.found(sequence, memory_tokens=kv.prefix.tokens)
+            if kv.shared_tokens:
+                sequence.computed = kv.shared_tokens
+                self._loads.found(sequence, memory_tokens=kv.shared_tokens)
                 self._counters.add("prefixes_shared")
             else:
                 self._loads.start(sequence)
 
-    def _in_turn(self) -> list[Sequence]:
+    def _in_turn(self) -> list[S]:
         """Return those who wait in the order in which they are let in."""
         if not self._roster.waiting:
             return []
@@ -105,7 +104,7 @@ class Admission:
             order.insert(above, claimant)
         return order
 
-    def _find_kv(self, sequence: Sequence) -> tuple[Offer | None, HostKV | DeviceKV | BranchKV | None]:
+    def _find_kv(self, sequence: S) -> tuple[Offer[S] | None, KV | None]:
         """Return what others have of this one's beginning, and its KV if there is a place and memory for it now, whoever must
         give way for that."""
         while True:
@@ -122,7 +121,7 @@ class Admission:
                 return offer, None
             self._claimant = sequence
 
-    def _owed_before(self, sequence: Sequence) -> bool:
+    def _owed_before(self, sequence: S) -> bool:
         """Whether one that runs and ranks higher waits for room to grow: what memory comes free is for that one first."""
         return any(one.stalled and one.standing.rank < sequence.standing.rank for one in self._roster.running)
 
@@ -140,32 +139,36 @@ class Admission:
                 continue
             sequence.kv = None if self._owed_before(sequence) else self._rooms.first(sequence, None)
             if sequence.kv is None:
-                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.request.shared_tokens, sequence.identity)
                 continue
             self._loads.start(sequence)
             if sequence.load is None:  # it is to be computed
                 self._rooms.give_back(sequence)
 
-    def _stored(self, sequence: Sequence) -> int:
+    def _stored(self, sequence: S) -> int:
         """Return how many of its tokens the cache has, or had when it was asked."""
         assert self._bridge is not None
         if sequence.stored is None:
             try:
                 sequence.stored = self._bridge.stored_tokens(
-                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                    sequence.tokens,
+                    salt=sequence.request.salt,
+                    shared_tokens=sequence.request.shared_tokens,
+                    identity=sequence.identity,
                 )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
+            sequence.note_known(sequence.stored)
         return sequence.stored
 
-    def _offer(self, sequence: Sequence) -> Offer | None:
+    def _offer(self, sequence: S) -> Offer[S] | None:
         """Return what a running request has of this one's beginning, unless the cache has more."""
-        if self._bridge is None or not sequence.use_cache or not self._share:
+        if self._bridge is None or not sequence.use_cache or self._gives is None:
             return None
-        offer = best_offer(sequence, self._roster.running)
+        offer = best_offer(sequence, self._roster.running, gives=self._gives)
         return offer if offer is not None and offer.tokens >= self._stored(sequence) else None
 
-    def _spare_for(self, sequence: Sequence) -> HostKV | None:
+    def _spare_for(self, sequence: S) -> KV | None:
         """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold
         it. One request at a time then goes on without the cache, whose reads could take this memory, too. Where there is no
         such memory either, end the request: nobody waits for ever."""

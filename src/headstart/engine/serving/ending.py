@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Generic
 
 from headstart.engine.base import FinishReason, TokenEvent
-from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.prefix import PrefixBridge
-from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sampler import Choice
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.serving.parts import Bridge, Choice, Loads, Rooms
+from headstart.engine.serving.roster import Roster
+from headstart.engine.serving.sequence import S
 from headstart.metrics import Counters
 
 _log = logging.getLogger(__name__)
 
 
-class Endings:
+class Endings(Generic[S]):
     """For the engine's thread."""
 
     def __init__(
         self,
-        roster: Roster,
-        rooms: Rooms,
-        loads: Loads,
-        bridge: PrefixBridge | None,
+        roster: Roster[S],
+        rooms: Rooms[S],
+        loads: Loads[S],
+        bridge: Bridge | None,
         counters: Counters,
         *,
         piece_tokens: int,
@@ -40,7 +38,7 @@ class Endings:
         self._counters = counters
         self._save_every = save_every
 
-    def save_progress(self, sequence: Sequence, *, before: int) -> None:
+    def save_progress(self, sequence: S, *, before: int) -> None:
         """Save at the prompt's end, and every so often on the way there, so that of a long prompt that is aborted, or dies with
         the process, little is lost. `before`: tokens that were computed before the latest step."""
         if before < sequence.prompt_tokens <= sequence.computed:
@@ -52,7 +50,7 @@ class Endings:
             self._counters.add("save_points")
             self.save(sequence)
 
-    def save(self, sequence: Sequence) -> None:
+    def save(self, sequence: S) -> None:
         """Give what is computed to the cache, if it is more whole pieces than were given before."""
         whole = sequence.savable // self._piece_tokens * self._piece_tokens
         if self._bridge is None or not sequence.use_cache or sequence.kv is None or whole <= sequence.saved:
@@ -65,6 +63,7 @@ class Endings:
                 sequence.tokens[: sequence.computed],
                 sequence.kv,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 retention=asked.retention,
                 tenant=asked.tenant,
@@ -72,11 +71,29 @@ class Endings:
                 own_tokens=own_tokens,
                 states=states,
             )
+            sequence.note_saving(whole)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
-    def end(self, sequence: Sequence, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
+    def deliver(self, sequence: S, choice: Choice | str) -> None:
+        """Hand out a token, which may be the last, or end the request with the sentence on why there is none."""
+        if isinstance(choice, str):
+            self._counters.add("choice_faults")
+            self.end(sequence, "error", error=choice)
+            return
+        sequence.saw_token()
+        if choice.token in sequence.request.stop_ids:
+            self.end(sequence, "stop")
+            return
+        sequence.tokens.append(choice.token)
+        self._counters.add("generated_tokens")
+        if sequence.generated == sequence.max_tokens:
+            self.end(sequence, "length", last=choice)
+        else:
+            self.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))
+
+    def end(self, sequence: S, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
         """Save what is good, free everything, send the last event, with the `last` token if any. Once, from any state."""
         if sequence.ended:
             return
@@ -96,6 +113,8 @@ class Endings:
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")
+            self._counters.add("written_tokens", sequence.written_tokens)
+            self._counters.add("kept_output_tokens", sequence.kept_output_tokens)
             token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
             self.emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
 
@@ -108,7 +127,7 @@ class Endings:
                 self._counters.add("engine_faults")
                 _log.exception("request %s could not give back what it held", sequence.request.id)
 
-    def emit(self, sequence: Sequence, event: TokenEvent) -> None:
+    def emit(self, sequence: S, event: TokenEvent) -> None:
         """Tell who asked; a receiver that fails ends its own request."""
         try:
             sequence.on_event(event)

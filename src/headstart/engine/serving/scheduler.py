@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import Generic
 
-from headstart.engine.torch.prefix_load import PrefixLoad
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.serving.sequence import S
 from headstart.policy.fairness import FairShares
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(Generic[S]):
     """Compute the next `count` tokens of `sequence`."""
 
-    sequence: Sequence
+    sequence: S
     count: int
 
 
-def plan_step(running: Several[Sequence], *, shares: FairShares, chunk_tokens: int, beside_tokens: int) -> list[Work]:
+def plan_step(running: Several[S], *, shares: FairShares, chunk_tokens: int, beside_tokens: int) -> list[Work[S]]:
     """Return the next step's work, empty when nothing can run now. At most `chunk_tokens` of prompts; beside answers, and
     behind a prompt that is then through and waits for its first token, at most `beside_tokens`."""
     rooms = {one: one.room for one in running if not one.stalled}
@@ -33,7 +33,7 @@ def plan_step(running: Several[Sequence], *, shares: FairShares, chunk_tokens: i
     work = [Work(one, 1) for one in ready if one.decoding]
     prompts = {one.number: one for one in ready if not one.decoding}
     if not prompts and not work:
-        loading = next((one for one in rooms if isinstance(one.load, PrefixLoad) and not one.load.failed), None)
+        loading = next((one for one in rooms if one.joins_load), None)
         return [] if loading is None else [Work(loading, min(loading.pending, chunk_tokens))]
     left = min(beside_tokens, chunk_tokens) if work else chunk_tokens
     for turn in shares.prefills([one.turn for one in prompts.values()]):
@@ -47,7 +47,7 @@ def plan_step(running: Several[Sequence], *, shares: FairShares, chunk_tokens: i
     return work
 
 
-def note_turns(running: Several[Sequence], work: Several[Work]) -> None:
+def note_turns(running: Several[S], work: Several[Work[S]]) -> None:
     """Count, for each prompt, the turns that others of its tenant had instead."""
     had = {item.sequence.request.tenant for item in work if not item.sequence.decoding}
     computed = {item.sequence.number for item in work}

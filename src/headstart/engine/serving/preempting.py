@@ -11,21 +11,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as Several
+from typing import Generic
 
-from headstart.engine.torch.ending import Endings
-from headstart.engine.torch.loading import Loads
-from headstart.engine.torch.room import Rooms
-from headstart.engine.torch.roster import Roster
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.serving.ending import Endings
+from headstart.engine.serving.parts import Loads, Rooms
+from headstart.engine.serving.roster import Roster
+from headstart.engine.serving.sequence import S
 from headstart.metrics import Counters
 from headstart.policy.preemption import Standing, gives_memory, gives_place
 
 
-class Preemption:
+class Preemption(Generic[S]):
     """For the engine's thread. `patience_s`: how long a request waits before equals give their place to it."""
 
     def __init__(
-        self, roster: Roster, rooms: Rooms, loads: Loads, endings: Endings, counters: Counters, *, patience_s: float
+        self,
+        roster: Roster[S],
+        rooms: Rooms[S],
+        loads: Loads[S],
+        endings: Endings[S],
+        counters: Counters,
+        *,
+        patience_s: float,
     ) -> None:
         self._roster = roster
         self._rooms = rooms
@@ -41,7 +48,7 @@ class Preemption:
             if sequence.kv is not None:  # it may have given way to one before it
                 sequence.stalled = not self._has_room(sequence)
 
-    def take_back(self, *, spare: Sequence | None = None) -> bool:
+    def take_back(self, *, spare: S | None = None) -> bool:
         """Take the KV of one who waits and had it for reading ahead, the last in rank first, but not of `spare`; return
         whether one had any. It reads again once it runs."""
         holding = [one for one in self._roster.waiting if one.kv is not None and one is not spare]
@@ -56,12 +63,12 @@ class Preemption:
         self._counters.add("read_ahead_in_vain")
         return True
 
-    def may_place(self, waiting: Several[Sequence]) -> bool:
+    def may_place(self, waiting: Several[S]) -> bool:
         """Return whether one of those who wait might get a place though all are taken."""
         now, lowest = time.monotonic(), min((one.request.priority for one in self._roster.running), default=0)
         return any(one.request.priority > lowest or now - one.waiting_s >= self._patience_s for one in waiting)
 
-    def give_place(self, to: Sequence) -> bool:
+    def give_place(self, to: S) -> bool:
         """Let one of those who run give its place to `to`, who waits; return whether one did. For its memory alone nobody does
         while memory is coming free."""
         victim = gives_place(
@@ -77,7 +84,7 @@ class Preemption:
             self._give_way(self._of(victim), "place")
         return victim is not None
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _has_room(self, sequence: S) -> bool:
         while not sequence.has_room and not self._rooms.grow(sequence):
             if self._rooms.coming_free():
                 return False
@@ -92,7 +99,7 @@ class Preemption:
                 return False
         return True
 
-    def _give_way(self, sequence: Sequence, why: str) -> None:
+    def _give_way(self, sequence: S, why: str) -> None:
         sequence.preemptions += 1
         self._counters.add(f"preempted_{why}")
         if sequence.load is not None:
@@ -107,5 +114,5 @@ class Preemption:
         sequence.passed_over = 0
         self._roster.put_back(sequence)
 
-    def _of(self, standing: Standing) -> Sequence:
+    def _of(self, standing: Standing) -> S:
         return next(one for one in self._roster.running if one.number == standing.number)

@@ -1,0 +1,54 @@
+"""What every dialect has, and how server-sent events are written. Nothing here is asked of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from headstart.api.ask import Ask
+from headstart.api.pieces import Piece
+from headstart.api.usage import Usage
+from headstart.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an answer's envelope says beside the answer."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+
+
+class Shape(Protocol):
+    """How an answer is written. Of a stream: `piece` for all that comes, `quiet` when nothing does, then `end` or `failure`."""
+
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]: ...
+
+    def piece(self, piece: Piece) -> Iterator[bytes]: ...
+
+    def end(self, usage: Usage) -> Iterator[bytes]: ...
+
+    def failure(self, error: RequestError) -> Iterator[bytes]: ...
+
+    def quiet(self) -> bytes: ...
+
+
+class Dialect(Protocol):
+    """A module of this package."""
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> Ask: ...
+
+    def shape(self, ask: Ask, about: About) -> Shape: ...
+
+
+KEEPALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any], name: str | None = None) -> bytes:
+    line = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return line + b"data: " + msgspec.json.encode(content) + b"\n\n"
