@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from headstart.api.accounts import Account, Accounts
+from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
@@ -136,14 +137,15 @@ class Service:
             raise self.accounts.pace.too_many(self._max_waiting)
         self._preparing += answers
         try:
-            prompt = await self.off_loop(_prompt_ids, served, ask)
+            prompt, answering = await self.off_loop(_prepared, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
+                if said := await self.off_loop(_about_tools, served, ask, prompt):
+                    self._log_once(said)
             self.require_served()  # the server may have begun to go down meanwhile
             account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             account.tokenised(len(prompt))
-            requests = _requests(id, served, ask, prompt, deadline_s=self._deadline_s(ask, account))
+            requests = _requests(id, served, ask, prompt, answering, deadline_s=self._deadline_s(ask, account))
             account.session, account.retention = ask.handling.session, requests[0].retention
             account.max_tokens = requests[0].max_tokens
             generation = Generation(
@@ -151,6 +153,7 @@ class Service:
                 requests,
                 served,
                 ask,
+                answering,
                 account=account,
                 keepalive_s=self.keepalive_s,
                 on_answer=self._ended,
@@ -253,31 +256,41 @@ class Service:
             log.info("%s", line)
 
 
+def _prepared(served: Served, ask: Ask) -> tuple[tuple[int, ...], Answering]:
+    prompt = _prompt_ids(served, ask)
+    return prompt, Answering(served, ask, prompt)
+
+
 def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
     context = served.engine.info.context_tokens
     if ask.messages is not None:
-        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
+        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, arguments=ask.template, context_tokens=context))
     return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
 
-def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
-    """Return what becomes of the tools in `prompt`: a template without a place for them says nothing."""
+def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:
+    """Return what does not become of the tools in `prompt`: a template without a place for them says nothing."""
     try:
         ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
     except RequestError:  # the template takes these messages with their tools alone
         ignored = False
     if ignored:
         return f"the chat template of {served.name} has no place for tools; they are ignored"
-    return "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"
+    if served.answers is None:
+        return (
+            f"how {served.name} writes calls of tools is not known, so they are given as text; name its family with --answers"
+        )
+    return None
 
 
 def _requests(
-    id: str, served: Served, ask: Ask, prompt: tuple[int, ...], *, deadline_s: float | None
+    id: str, served: Served, ask: Ask, prompt: tuple[int, ...], answering: Answering, *, deadline_s: float | None
 ) -> list[GenerationRequest]:
     """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
     first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=ask.prompt_param)
-    ends: frozenset[int] = frozenset() if ask.ignore_eos else first.stop_ids
+    # What is held to a form ends with it.
+    ends: frozenset[int] = frozenset() if ask.ignore_eos and not answering.held else first.stop_ids
     first = replace(
         first,
         stop_ids=ends | ask.stop_ids,
@@ -291,12 +304,18 @@ def _requests(
         session=ask.caller.session(ask.handling.session),
         retention=ask.caller.retention if ask.handling.retention == "default" else ask.handling.retention,
         deadline_s=deadline_s,
+        constraint=answering.constraint(),
     )
     if ask.n == 1:
         return [first]
     seed = first.sampling.seed
     return [
-        replace(first, id=f"{id}-{index}", sampling=replace(first.sampling, seed=None if seed is None else seed + index))
+        replace(
+            first,
+            id=f"{id}-{index}",
+            sampling=replace(first.sampling, seed=None if seed is None else seed + index),
+            constraint=answering.constraint(),
+        )
         for index in range(ask.n)
     ]
 

@@ -33,6 +33,20 @@ class Sampling:
     seed: int | None = None
 
 
+class Constraint(Protocol):
+    """What one answer may be, token by token. Asked and told on the engine's thread; one object an answer."""
+
+    def allowed(self) -> bytes | None:
+        """Return which tokens may come next, bit i % 8 of byte i // 8 for token i, none beyond; None: any.
+
+        At least one may. Where the answer may end, tokens that end it are among them."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on behind `token`, which was chosen. Raises ValueError for one that was not allowed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
@@ -42,7 +56,8 @@ class GenerationRequest:
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
     conversation, by any name; tenants of one priority are served in fair turns. `retention`: the class in which what is
     computed is kept. `deadline_s`: seconds from submit after which the request ends with finish "abort". `adapter`: name of
-    one of `EngineInfo.adapters`, None for the plain model."""
+    one of `EngineInfo.adapters`, None for the plain model. `constraint`: what the answer is held to, which goes before
+    `min_tokens`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -60,6 +75,7 @@ class GenerationRequest:
     retention: str = "default"
     deadline_s: float | None = None
     adapter: str | None = None
+    constraint: Constraint | None = field(default=None, compare=False)
 
 
 LoadChoice = Literal["miss", "load", "compute", "mixed"]

@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, Logprobs, Receipt, TokenEvent
+from headstart.engine.base import (
+    Constraint,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    Logprobs,
+    Receipt,
+    TokenEvent,
+)
 from headstart.errors import ContextLengthExceeded
 
 BLOCK_TOKENS = 64
@@ -43,7 +52,9 @@ class FakeEngine:
     """Of log probabilities it tells -1 for each token, and -2, -3 … for those that follow it in the alphabet of bytes.
 
     `answer`: text of every answer, after which it ends with "stop"; without it, letters drawn from the prompt until
-    `max_tokens`. Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
+    `max_tokens`. Held to something, it says what it would have said where that is allowed, else the first token that is.
+
+    Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
     after so many tokens."""
 
     context_tokens: int = 2048
@@ -168,10 +179,16 @@ class FakeEngine:
         if self.fail_after is not None and running.sent >= self.fail_after:
             return self._end(running, "error", error="the fake engine was told to fail")
         if running.sent >= len(running.answer):
-            return self._end(running, "stop")
+            if request.constraint is None:
+                return self._end(running, "stop")
+            running.answer = (*running.answer, 0)  # what must follow still does
         if running.first_token_s is None:
             running.first_token_s = time.monotonic() - running.submitted
         token = running.answer[running.sent]
+        if request.constraint is not None:
+            token = _held_to(request.constraint, token)
+            if token in request.stop_ids:
+                return self._end(running, "stop")
         told = None
         if request.logprobs is not None:
             told = Logprobs(-1.0, tuple(((token + place) % 256, -1.0 - place) for place in range(request.logprobs)))
@@ -204,3 +221,12 @@ class FakeEngine:
     def _key(request: GenerationRequest, prefix: Sequence[int]) -> bytes:
         shared = len(prefix) <= request.shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         return hashlib.sha256(repr((None if shared else request.salt, tuple(prefix))).encode()).digest()
+
+
+def _held_to(constraint: Constraint, token: int) -> int:
+    """Return `token` if it may come next, else the first one that may."""
+    allowed = constraint.allowed()
+    if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
+        token = next(other for other in range(256) if allowed[other // 8] >> other % 8 & 1)
+    constraint.accept(token)
+    return token
