@@ -122,6 +122,9 @@ class ServerConfig:
     usage_log: Annotated[Path, Meta(description="folder of the usage log, a line for each request")] = Path(
         "~/.cache/headstart/usage"
     )
+    traces: Annotated[
+        str, Meta(description='where OpenTelemetry traces go by OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces"')
+    ] = ""
     usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
     canonical: Annotated[
         Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')

@@ -28,6 +28,7 @@ _COMMANDS = {
     "keys": ("headstart.cli.keys:keys", "Make, list and remove API keys."),
     "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
+    "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }

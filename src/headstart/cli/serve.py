@@ -26,6 +26,7 @@ from headstart.api.keyring import Keyring
 from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.api.streaming import STALL_S
+from headstart.api.tracing import Tracing
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
@@ -163,12 +164,13 @@ def accounts_of(server: ServerConfig) -> Accounts:
     keep_bytes = parse_size(server.usage_keep)
     usage_log = None
     try:
-        usage_log = UsageLog(server.usage_log, keep_bytes=keep_bytes) if keep_bytes else None
+        usage_log = UsageLog(server.usage_log.expanduser(), keep_bytes=keep_bytes) if keep_bytes else None
     except UsageLogFailed as error:
         if keyring is not None:
             raise
         log.warning("%s; this server keeps none", error.message)
-    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s)
+    traces = Tracing(server.traces) if server.traces else None
+    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s, on_ended=traces)
 
 
 def bound(server: ServerConfig) -> socket.socket:

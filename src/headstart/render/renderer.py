@@ -169,6 +169,10 @@ class Renderer:
             before += len(part)
         return Tokens(ids, begins)
 
+    def ids(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Return the ids of `text` alone, which takes half the time. Raises RequestError for what is no text."""
+        return self._encode(text, special_tokens=special_tokens, param="prompt", context_tokens=None)
+
     @property
     def begin_id(self) -> int | None:
         """The token that this tokenizer names as the beginning of a text."""
