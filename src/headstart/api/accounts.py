@@ -75,9 +75,14 @@ class Account:
         self._close(self._entry("refused"), None, [])
 
     def left(self) -> None:
-        """The client went away before the engine had its request, or the server failed on it."""
+        """The client went away before the engine had its request."""
         self.status = GONE
         self._close(self._entry("abort"), None, [])
+
+    def failed(self) -> None:
+        """The server failed on it before the engine had it."""
+        self.status = 500
+        self._close(self._entry("error"), None, [])
 
     def ended(self, generation: Generation) -> None:
         """The engine is through with all answers and nobody reads them any more."""
