@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 from typing import Any
 
-from headstart.engine.base import Engine, GenerationRequest, TokenEvent
+from headstart.engine.base import Engine, GenerationRequest, Progress, TokenEvent
 
 _numbers = itertools.count()
 
@@ -19,12 +19,15 @@ class Answer:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.steps: list[Progress] = []  # of the prompt
         self.last: TokenEvent | None = None
         self.first_token = Event()
         self._ended = Event()
 
     def __call__(self, event: TokenEvent) -> None:
         assert self.last is None, "an event after the last"
+        if event.progress is not None:
+            self.steps.append(event.progress)
         if event.token is not None:
             self.tokens.append(event.token)
             self.first_token.set()

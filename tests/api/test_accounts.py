@@ -17,9 +17,11 @@ import openai
 import pytest
 
 from api.serving import Running, running, served
-from headstart.api.accounts import Accounts
+from headstart.api import generation as generation_module
+from headstart.api.accounts import Account, Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import Made, append_key, make_key, remove_keys
+from headstart.api.receipts import Times
 from headstart.api.shared import SharedPrefixes
 from headstart.api.usage import Usage
 from headstart.engine.base import Receipt
@@ -216,6 +218,38 @@ def test_usage_and_times_stand_in_every_answer_also_at_0(engine: FakeEngine) -> 
         assert (second.cached_tokens, second.cache_write_tokens) == (320, 0)
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"max_tokens": 1}, {"stop": ["a", "e", "i", "o", "u"]}, {"min_tokens": 0}])
+def test_usage_is_the_same_streamed_and_whole(engine: FakeEngine, more: dict[str, Any]) -> None:
+    with running(engine) as server:
+        ask(server, "none")
+        extra = {"extra_body": {"min_tokens": 0}} if "min_tokens" in more else more
+        engine.answer = b"" if "min_tokens" in more else None  # nothing at all is said
+        whole = ask(server, "none", **extra).usage
+        with server.client() as client:
+            chunks = list(
+                client.chat.completions.create(
+                    model="fake",
+                    messages=[{"role": "user", "content": LONG}],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    **{"max_tokens": 4, **extra},
+                )
+            )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole
+    assert whole.prompt_tokens_details.cached_tokens == 320
+
+
+def test_nothing_over_http_clears_exports_or_imports_what_is_stored(engine: FakeEngine) -> None:
+    with running(engine) as server, httpx.Client(base_url=server.url) as http:
+        for path in ("/reset_prefix_cache", "/flush_cache", "/v1/cache", "/cache/clear", "/v1/headstart/cache", "/env"):
+            for method in ("GET", "POST", "DELETE", "PUT"):
+                refused = http.request(method, path, headers={"x-forwarded-for": "8.8.8.8"})
+                assert refused.status_code == 404, (method, path)
+                assert "/root" not in refused.text
+                assert "/home" not in refused.text
+
+
 def test_limits_of_a_key_are_429_with_the_time_to_wait(engine: FakeEngine, file: Path, give: Callable[..., Made]) -> None:
     requests = give("a", requests_per_minute=2).text
     tokens = give("b", tokens_per_minute=300).text
@@ -332,6 +366,43 @@ def test_a_client_that_reads_nothing_is_cut_and_its_request_ended(tmp_path: Path
     assert line.output < 300_000
 
 
+def test_what_a_slow_client_leaves_lying_is_bounded_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_module, "STUCK_S", 0.1)
+    engine = FakeEngine(context_tokens=400_000, answer=b"x" * 300_000)
+    with running(engine) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        body = json.dumps({"prompt": "x", "max_tokens": 300_000, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: len(engine.aborted) == 1)
+        (generation,) = server.service._flights.values() or [None]
+        if generation is not None:
+            assert generation._events.qsize() <= generation_module.MOST_BURST + 1
+        received = b""
+        while piece := client.recv(1 << 20):
+            received = (received + piece)[-4096:]
+    assert b"reader_too_slow" in received
+
+
+def test_a_bug_and_a_client_that_leaves_while_sending_are_in_the_log(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounts = Accounts(log=UsageLog(tmp_path / "usage", keep_bytes=1 << 20))
+    with running(engine, accounts=accounts) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
+        eventually(lambda: len(logged(tmp_path)) == 1)
+
+        def bug(*_: Any) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(server.service, "start", bug)
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 500
+    assert [(one.finish, one.status) for one in logged(tmp_path)] == [("abort", 499), ("error", 500)]
+
+
 def test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters(engine: FakeEngine, tmp_path: Path) -> None:
     accounts = Accounts(log=UsageLog(tmp_path / "usage", keep_bytes=1 << 20))
     with running(engine, accounts=accounts) as server:
@@ -367,12 +438,20 @@ def test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request() ->
     assert not Usage.of(receipt, output_tokens=1).clamped
 
 
-def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError("accounts are down")
+def test_a_fault_in_keeping_accounts_reaches_no_request(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def __call__(self, account: Account, entry: Entry, times: Times | None) -> None:
+            raise RuntimeError("accounts are down")
 
-    accounts = Accounts(on_ended=failing)
+        def close(self) -> None: ...
+
+    accounts = Accounts(on_ended=Failing())
     with running(engine, accounts=accounts) as server:
         assert ask(server, "none").choices[0].finish_reason == "length"
         eventually(lambda: accounts.counters.get("account_faults") == 1)
+        monkeypatch.setattr(server.service.metrics, "observe", Failing())
+        assert ask(server, "none").choices[0].finish_reason == "length"
+        eventually(lambda: accounts.counters.get("account_faults") == 3)
     assert "accounts are down" in caplog.text

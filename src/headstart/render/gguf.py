@@ -6,6 +6,7 @@ has the meaning of. So the tokens here are libllama's own, and equal to what any
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -59,6 +60,10 @@ class GGUFRenderer(Renderer):
     def begin_id(self) -> int | None:
         return self._words.begin_id
 
+    @property
+    def ends(self) -> frozenset[str]:
+        return frozenset(map(self._words.name, self.stop_ids))
+
     def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
         text_bytes(text, param="prompt")
         ids = self._words.tokenise(text, special_tokens=special_tokens)
@@ -83,11 +88,15 @@ class GGUFRenderer(Renderer):
     def token_bytes(self, token: int) -> bytes:
         return self._words.token_bytes(token)
 
-    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
-        refuse_too_long(text_bytes(text, param=param) // self._longest_bytes, context_tokens, param=param, exact=False)
-        ids = self._words.tokenise(text, special_tokens=special_tokens)
+    def written(
+        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
+    ) -> list[int]:
+        ids = super().written(text, context_tokens=context_tokens, owner=owner)
         begin = self._words.begin_id
-        # Not every template writes the beginning that the file asks for.
-        if not special_tokens and self._words.begins and begin is not None and ids[:1] != [begin]:
-            ids.insert(0, begin)
+        if self._words.begins and begin is not None and ids[:1] != [begin]:
+            ids.insert(0, begin)  # not every template writes the beginning that the file asks for
         return ids
+
+    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None, owner: str = "") -> list[int]:
+        refuse_too_long(text_bytes(text, param=param) // self._longest_bytes, context_tokens, param=param, exact=False)
+        return self._words.tokenise(text, special_tokens=special_tokens)

@@ -113,6 +113,7 @@ class CacheBridge:
         retention: str,
         tenant: str,
         session: str,
+        keep_s: float,
         own_tokens: int,
         states: Mapping[int, StateCopy] | None = None,
     ) -> Ticket | None:
@@ -131,6 +132,7 @@ class CacheBridge:
                 retention=retention,
                 tenant=tenant,
                 session=session,
+                keep_s=keep_s,
                 states={n: copy.data for n, copy in states.items()} if states else None,
                 own_tokens=own_tokens,
             )

@@ -1,9 +1,9 @@
 """From logits to the next token, by a chain of libllama's samplers for each request.
 
-    what is allowed ─▶ penalties on prompt and answer ─▶ penalties on the answer ─▶ bias ─▶ no end before `min_tokens`
-        ┌────────────────────────────────────────────────────────────────────────────────────┘
-        ├────▶ the best one
-        └────▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
+what is allowed ─▶ penalties on prompt and answer ─▶ penalties on the answer ─▶ bias ─▶ no end before `min_tokens`
+    ┌────────────────────────────────────────────────────────────────────────────────────┘
+    ├────▶ the best one
+    └────▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
 """
 
 from __future__ import annotations
