@@ -21,6 +21,7 @@ from benchmarks import (
     slow_disk,
     store,
     trace,
+    turns,
     write,
 )
 
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "reopen": reopen,
     "slow_disk": slow_disk,
     "trace": trace,
+    "turns": turns,
     "store": store,
     "write": write,
 }

@@ -20,6 +20,7 @@ from headstart.api.metrics import _KINDS
 from headstart.cli import INTERRUPTED, cache, cli
 from headstart.cli.diff import DIFFERS
 from headstart.cli.lazy import LazyGroup
+from headstart.cli.lint import BROKEN
 from headstart.config import settings
 from headstart.errors import HeadstartError, RequestError
 
@@ -85,7 +86,7 @@ def test_a_table_says_what_the_code_says(table: Callable[[], Iterator[str]]) -> 
 
 def test_every_exit_code_is_told() -> None:
     codes = {kind.exit_code for kind in vars(errors).values() if isclass(kind) and issubclass(kind, HeadstartError)}
-    for code in codes | {0, INTERRUPTED, cache.INCOMPLETE, cache.REPAIRED, cache.DAMAGED, DIFFERS}:
+    for code in codes | {0, INTERRUPTED, cache.INCOMPLETE, cache.REPAIRED, cache.DAMAGED, DIFFERS, BROKEN}:
         assert f"| {code} | " in REFERENCE.partition("## Exit codes")[2].partition("## ")[0], code
 
 
@@ -112,7 +113,9 @@ def counters() -> Iterator[str]:
 def test_every_metric_is_told() -> None:
     module = import_module("headstart.api.metrics")
     own = re.findall(r'"((?:headstart|vllm:)_?[a-z_]+)"', Path(str(module.__file__)).read_text())
-    histograms = [f"vllm:{name}" for name in re.findall(r'seconds\("([a-z_0-9]+)"', Path(str(module.__file__)).read_text())]
+    histograms = [
+        f"vllm:{name}" for name in re.findall(r'(?:seconds|tokens)\("([a-z_0-9]+)"', Path(str(module.__file__)).read_text())
+    ]
     shown = {"headstart_engine_prompt_tokens", "headstart_engine_generated_tokens"}  # under vLLM's names
     shown |= {f"headstart_engine_cached_{tier}_tokens" for tier in ("memory", "disk")}
     rooms = {f"headstart_{room}" for room in ROOMS}  # the prefixes themselves

@@ -27,6 +27,12 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
     opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
+    return open_caches(config, identity=identity, representations=[representation])[0]
+
+
+def open_caches(config: CacheConfig, *, identity: Identity, representations: Sequence[Representation]) -> list[PrefixCache]:
+    """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
+    what is stored of several shards. Closing one closes the tiers of all."""
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
@@ -56,15 +62,18 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
             warnings.append(f"no KV events: {error.strerror}; stop what listens there, or change cache.kv_events")
     for warning in warnings:
         _log.warning("%s", warning)
-    return PrefixCache(
-        tiers,
-        identity=identity,
-        representation=representation,
-        load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=budget_bytes,
-        warnings=[*warnings, *logged],
-        publisher=publisher,
-    )
+    return [
+        PrefixCache(
+            tiers,
+            identity=identity,
+            representation=one,
+            load_timeout_s=config.load_timeout_s,
+            write_budget_bytes=budget_bytes,
+            warnings=[*warnings, *logged],
+            publisher=publisher if number == 0 else None,
+        )
+        for number, one in enumerate(representations)
+    ]
 
 
 def _publisher(endpoint: str) -> Publisher:

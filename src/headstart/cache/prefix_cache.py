@@ -190,23 +190,26 @@ class PrefixCache:
         retention: str = "default",
         tenant: str = "",
         session: str = "",
+        keep_s: float = 0.0,
         states: Mapping[int, Buffer] | None = None,
         contents: Sequence[Content] = (),
         own_tokens: int = 0,
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`). `tenant`: whose quota it counts towards; `session`: the conversation it
-        belongs to, by any name (`Terms`); `contents` as in `match`. `own_tokens`: so many of `tokens` were given by earlier
-        saves of the same request, and that they were seen then says nothing about whether they will be used again.
+        belongs to, by any name (`Terms`); `keep_s`: what is promised at least, where the class promises less; `contents` as in
+        `match`. `own_tokens`: so many of `tokens` were given by earlier saves of the same request, and that they were seen then
+        says nothing about whether they will be used again.
 
         `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
 
         Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, a tenant or
-        session that is no text (of at most 255 bytes the tenant), a salt that is neither text nor bytes, negative
-        `shared_tokens`, states where none belong, or none where tokens would be kept that are of no use without."""
+        session that is no text (of at most 255 bytes the tenant), a `keep_s` that is negative or endless, a salt that is
+        neither text nor bytes, negative `shared_tokens`, states where none belong, or none where tokens would be kept that are
+        of no use without."""
         encode_retention(retention)
-        terms = Terms(retention, tenant, session)
+        terms = Terms(retention, tenant, session, keep_s)
         require_salt(salt)
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes
@@ -246,6 +249,7 @@ class PrefixCache:
         *,
         most_bytes: int,
         salt: str | bytes | None = None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
@@ -253,6 +257,7 @@ class PrefixCache:
         nothing to bring, or no memory tier. Returns at once."""
         if self._closed or self._forked or self._promoter is None or self._promoter.busy:
             return False
+        _require_shared(shared_tokens)
         require_salt(salt)
         data = token_bytes(tokens)
         prompt = np.frombuffer(data, dtype="<u4")
@@ -260,10 +265,10 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            request = SaveRequest(prompt[:count], source, root, salt, 0, DEFAULT_TERMS, memory_only=True)
+            request = SaveRequest(prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True)
             return self._saver.submit(request)
 
-        lease = self._match(data, salt, identity=identity, ahead=True)
+        lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:

@@ -145,6 +145,7 @@ class HeldTicket:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Any], None]] = []
         self.done = False
+        self.refused = False
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         if self.done:
@@ -168,7 +169,7 @@ class HeldCache:
         self.loads: list[HeldLoad] = []
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
-        self.terms: list[dict[str, str]] = []  # of each save
+        self.terms: list[dict[str, object]] = []  # of each save
         self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
         self.promoted: list[tuple[int, ...]] = []
@@ -190,10 +191,11 @@ class HeldCache:
         source: Any,
         *,
         salt: str | None = None,
+        shared_tokens: int = 0,
         identity: object = None,
         states: Mapping[int, memoryview] | None = None,
         own_tokens: int = 0,
-        **terms: str,
+        **terms: object,
     ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
         self.terms.append(terms)

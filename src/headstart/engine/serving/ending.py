@@ -60,22 +60,34 @@ class Endings(Generic[S]):
         try:
             asked = sequence.request
             sequence.saving = self._bridge.save(
-                sequence.tokens[: sequence.computed],
+                sequence.tokens[: sequence.kept],
                 sequence.kv,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                keep_s=asked.keep_s,
                 own_tokens=own_tokens,
                 states=states,
             )
+            sequence.note_saving(whole)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
+    def tell_progress(self, sequence: S, *, before: int) -> None:
+        """Tell who asked for it how far the prompt is. `before`: tokens that were computed before the latest step."""
+        if sequence.request.progress and before < sequence.prompt_tokens and not sequence.generated and not sequence.over:
+            self.emit(sequence, TokenEvent(None, progress=sequence.progress(time.monotonic())))
+
     def deliver(self, sequence: S, choice: Choice | str) -> None:
-        """Hand out a token, which may be the last, or end the request with the sentence on why there is none."""
+        """Hand out a token, which may be the last, or end the request with the sentence on why there is none. A prompt that is
+        only to be computed ends here without any."""
+        if sequence.max_tokens == 0:
+            self.end(sequence, "length")
+            return
         if isinstance(choice, str):
             self._counters.add("choice_faults")
             self.end(sequence, "error", error=choice)
@@ -111,6 +123,8 @@ class Endings(Generic[S]):
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")
+            self._counters.add("written_tokens", sequence.written_tokens)
+            self._counters.add("kept_output_tokens", sequence.kept_output_tokens)
             token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
             self.emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.ticket import Ticket
-from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
+from headstart.engine.base import GenerationRequest, LoadDecision, Progress, Receipt, TokenEvent
 from headstart.engine.serving.parts import KV, StateCopy, UnderWay
 from headstart.policy.fairness import Turn
 from headstart.policy.preemption import Standing
@@ -53,6 +53,8 @@ class Sequence:
     computed: int = 0  # tokens whose KV is there
     saved: int = 0  # tokens given to the cache so far
     saving: Ticket | None = None  # the latest save
+    accepted: int = 0  # tokens that are being written, or were, as far as the cache lacked them
+    known: int = 0  # tokens of the prompt that were stored before any of that
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
     looked_ahead: bool = False  # while it waited, its stored prefix was seen to; it may hold KV for that
     boundary: int | None = None  # behind how many tokens its next pass must end, because the state there is kept
@@ -79,6 +81,15 @@ class Sequence:
     @property
     def cached_tokens(self) -> int:
         return self.cached_memory_tokens + self.cached_disk_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of the prompt that were accepted for writing and were not known to be stored."""
+        return max(0, min(self.accepted, self.prompt_tokens) - max(self.known, self.cached_tokens))
+
+    @property
+    def kept_output_tokens(self) -> int:
+        return max(0, self.accepted - self.prompt_tokens)
 
     @property
     def over(self) -> bool:
@@ -114,11 +125,17 @@ class Sequence:
         return False
 
     @property
+    def kept(self) -> int:
+        """Tokens whose KV is there and that whoever asked lets be kept."""
+        limit = self.request.keep_tokens
+        return self.computed if limit is None else min(limit, self.computed)
+
+    @property
     def savable(self) -> int:
         """Tokens, in whole blocks, of use to the cache: with recurrent layers, those that a state stands behind."""
         if self.recurrent:
-            return max((one for one in self.boundaries if one <= self.computed), default=0)
-        return self.computed // BLOCK_TOKENS * BLOCK_TOKENS
+            return max((one for one in self.boundaries if one <= self.kept), default=0)
+        return self.kept // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def decoding(self) -> bool:
@@ -137,6 +154,16 @@ class Sequence:
     @property
     def turn(self) -> Turn:
         return Turn(self.number, self.request.tenant, self.request.priority, self.room, self.passed_over)
+
+    def note_known(self, tokens: int) -> None:
+        """Note that so many tokens were found in the cache, unless they may be its own."""
+        if not self.accepted:
+            self.known = max(self.known, tokens)
+
+    def note_saving(self, tokens: int) -> None:
+        """Note that so many tokens were given to the cache, which may have refused them at once."""
+        if self.saving is not None and not self.saving.refused:
+            self.accepted = max(self.accepted, tokens)
 
     def saw_token(self) -> None:
         """Note when a token came."""
@@ -162,6 +189,11 @@ class Sequence:
             copy.release()
         self.boundaries = {}
 
+    def progress(self, now: float) -> Progress:
+        admitted = now if self.admitted_s is None else self.admitted_s
+        processed = min(self.computed, self.prompt_tokens)
+        return Progress(self.prompt_tokens, min(self.cached_tokens, processed), processed, now - admitted)
+
     def receipt(self, now: float) -> Receipt:
         admitted = now if self.admitted_s is None else self.admitted_s
         return Receipt(
@@ -179,4 +211,7 @@ class Sequence:
             decision=self.decision,
             preemptions=self.preemptions,
             longest_gap_s=self.longest_gap_s,
+            written_tokens=self.written_tokens,
+            kept_output_tokens=self.kept_output_tokens,
+            taken=self.admitted_s is not None,
         )
