@@ -20,6 +20,7 @@ from benchmarks import (
     slow_disk,
     store,
     trace,
+    vllm,
     write,
 )
 
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "overhead": overhead,
     "slow_disk": slow_disk,
     "trace": trace,
+    "vllm": vllm,
     "store": store,
     "write": write,
 }
