@@ -1,16 +1,27 @@
-"""headstart under vLLM against vLLM's own ExampleConnector: first token from disk, bytes on disk, what the cold path costs.
+"""headstart under vLLM against vLLM's ExampleConnector and LMCache: first token from disk, bytes on disk, what cold costs.
 
 Each connector gets the same prompts, on a vLLM of its own over an empty directory: computed cold, everything killed, the page
 cache emptied of its files, everything started again, asked again. `none` is vLLM without a connector: what cold costs there,
 and a hit in its own memory as the floor. Needs the environment that `make test-vllm` makes, and the model.
+
+LMCache changes many of vLLM's packages, so it takes part only where a second environment has it (build/venv-lmcache: a copy of
+the first, and `pip install lmcache==0.5.6`). Its MP connector with its file tier, by a server of its own that is killed too.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
 import statistics
+import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +30,9 @@ from benchmarks.vllm_server import ROOT, Answer, connector, serving
 from headstart.tier import page_cache
 
 PYTHON = ROOT / "build" / "venv-vllm" / "bin" / "python"
+LMCACHE = ROOT / "build" / "venv-lmcache" / "bin" / "python"
 MODEL = ROOT / "models" / "smollm2-135m"
+LMCACHE_PORT = 25_555
 STORED, SUFFIX, PROMPTS = 1024, 16, 5
 
 
@@ -30,13 +43,57 @@ def example(directory: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {"headstart": connector, "vLLM's ExampleConnector": example}
+def lmcache(directory: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": LMCACHE_PORT},
+    }
 
 
-def run(*, smoke: bool = False, python: Path = PYTHON, model: Path = MODEL) -> dict[str, Any]:
+@contextmanager
+def lmcache_server(directory: Path) -> Iterator[None]:
+    """LMCache's own server over files, started before vLLM and killed with it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [str(LMCACHE.parent / "lmcache"), "server", "--port", str(LMCACHE_PORT), "--l1-size-gb", "1"]
+    command += ["--supported-transfer-mode", "engine_driven", "--http-port", str(LMCACHE_PORT + 1)]
+    command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(directory)})]
+    with (directory.parent / "lmcache.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def nothing_beside(directory: Path) -> Iterator[None]:
+    yield
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    transfer: Callable[[Path], dict[str, Any]]
+    python: Path
+    beside: Callable[[Path], AbstractContextManager[None]] = nothing_beside
+
+
+CONTENDERS = {
+    "headstart": Contender(connector, PYTHON),
+    "vLLM's ExampleConnector": Contender(example, PYTHON),
+    "LMCache 0.5.6, MP with files": Contender(lmcache, LMCACHE, lmcache_server),
+}
+
+
+def run(*, smoke: bool = False) -> dict[str, Any]:
     """Return seconds to the first token by connector, cold and from disk, and bytes on disk."""
-    if not python.exists() or not (model / "model.safetensors").exists():
-        return {"skipped": f"no vLLM at {python}, or no model at {model}: make test-vllm brings both"}
+    if not PYTHON.exists() or not (MODEL / "model.safetensors").exists():
+        return {"skipped": f"no vLLM at {PYTHON}, or no model at {MODEL}: make test-vllm brings both"}
+    model = MODEL.resolve()
     dice = random.Random(5)
     count = 1 if smoke else PROMPTS
     prompts = [[dice.randrange(200, 40_000) for _ in range(STORED + SUFFIX)] for _ in range(count)]
@@ -44,22 +101,24 @@ def run(*, smoke: bool = False, python: Path = PYTHON, model: Path = MODEL) -> d
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-vllm-", dir=benchmark_home()) as name:
         home = Path(name)
-        with serving(model.resolve(), log=home / "plain.log", python=str(python)) as server:
+        with serving(model, log=home / "plain.log", python=str(PYTHON)) as server:
             server.ask(warm_up)
             plain = [server.ask(prompt) for prompt in prompts]
             floor = [server.ask(prompt) for prompt in prompts]
         found["none"] = {"cold_s": _first(plain), "hit_s": _first(floor), "bytes": 0, "same": _same(plain, floor)}
-        for label, transfer in CONNECTORS.items():
-            directory = home / label.split()[-1]
-            with serving(model.resolve(), log=home / "cold.log", transfer=transfer(directory), python=str(python)) as server:
+        for number, (label, one) in enumerate(CONTENDERS.items()):
+            if not one.python.exists():
+                continue
+            directory = home / str(number)
+            started = partial(serving, model, transfer=one.transfer(directory), python=str(one.python))
+            with one.beside(directory), started(log=home / "cold.log") as server:
                 server.ask(warm_up)
                 cold = [server.ask(prompt) for prompt in prompts]
-                if label == "headstart":
-                    server.wait_for("headstart_saves", count + 1)
+                _wait_until_written(directory)
             files = [file for file in directory.rglob("*") if file.is_file()]
             page_cache.drop(files)
             cached = page_cache.resident_bytes(files)
-            with serving(model.resolve(), log=home / "hit.log", transfer=transfer(directory), python=str(python)) as server:
+            with one.beside(directory), started(log=home / "hit.log") as server:
                 server.ask(warm_up)
                 hits = [server.ask(prompt) for prompt in prompts]
             found[label] = {
@@ -69,6 +128,7 @@ def run(*, smoke: bool = False, python: Path = PYTHON, model: Path = MODEL) -> d
                 "cached_bytes": cached,
                 "same": _same(plain, cold) and _same(plain, hits),
             }
+            print(label, found[label])
         return {"where": where_it_ran(home), "prompts": count, "tokens": STORED + SUFFIX, "connectors": found}
 
 
@@ -91,6 +151,16 @@ def table(result: dict[str, Any]) -> str:
             f"{one['bytes'] / 1e6:,.0f} MB | {'yes' if one['same'] else 'no'} |"
         )
     return "\n".join(rows)
+
+
+def _wait_until_written(directory: Path) -> None:
+    """Saving is behind the answer: wait until nothing was added for three seconds."""
+    seen, since = -1, time.monotonic()
+    while time.monotonic() - since < 3.0:
+        nbytes = sum(file.stat().st_blocks for file in directory.rglob("*") if file.is_file())
+        if nbytes != seen:
+            seen, since = nbytes, time.monotonic()
+        time.sleep(0.1)
 
 
 def _first(answers: list[Answer]) -> list[float]:
