@@ -20,6 +20,7 @@ from benchmarks import (
     slow_disk,
     store,
     trace,
+    turns,
     vllm,
     write,
 )
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "overhead": overhead,
     "slow_disk": slow_disk,
     "trace": trace,
+    "turns": turns,
     "vllm": vllm,
     "store": store,
     "write": write,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import openai
 import uvicorn
@@ -17,7 +18,8 @@ from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
 from headstart.api.served import Served
 from headstart.api.service import Service
-from headstart.render import Renderer
+from headstart.render import Renderer, Tokens
+from headstart.render.answers import FAMILIES
 from headstart.render.messages import normal_messages
 from headstart.testing.fake_engine import FakeEngine
 
@@ -26,11 +28,37 @@ class ByteRenderer:
     """What `render.Renderer` promises, with bytes as tokens and a template of one tag a message."""
 
     stop_ids = frozenset({0})
+    ends = frozenset({"<user>"})
+    vocabulary = 256
+    special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
+    template = ""
+    response_template = None
 
     def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        context_tokens: int | None = None,
     ) -> list[int]:
-        return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
+        return self.written(self.write(messages, tools=tools, arguments=arguments))
+
+    def write(
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        join_parts: bool = True,
+    ) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages, join_parts=join_parts))
+
+    def written(
+        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
+    ) -> list[int]:
+        parts = [text] if isinstance(text, str) else text
+        return [token for part in parts for token in (part.encode() if isinstance(part, str) else part)]
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
@@ -38,12 +66,16 @@ class ByteRenderer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
+        return Tokens(list(text.encode()), [])
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-def served(engine: FakeEngine) -> Served:
-    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()))
+def served(engine: FakeEngine, *, family: str | None = None) -> Served:
+    answers = None if family is None else FAMILIES[family]
+    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()), answers=answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +127,11 @@ def running(
     keepalive_s: float = 10.0,
     accounts: Accounts | None = None,
     stall_s: float = 30.0,
+    family: str | None = None,
 ) -> Iterator[Running]:
     service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s, accounts=accounts)
     if ready:
-        service.ready(served(engine))
+        service.ready(served(engine, family=family))
     with listening(service, stall_s=stall_s) as url:
         try:
             yield Running(url, service, engine)

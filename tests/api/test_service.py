@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -65,17 +65,18 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
 class ToolRenderer(ByteRenderer):
     """Its template has a place for tools."""
 
-    def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
-    ) -> list[int]:
-        return list(f"{tools}".encode()) + super().chat(messages)
+    def write(self, messages: Sequence[object], *, tools: Sequence[object] | None = None, **more: Any) -> str:
+        return f"{tools}" + super().write(messages)
 
 
 @pytest.mark.parametrize(
     ("renderer", "says"),
     [
         (ByteRenderer(), "the chat template of fake has no place for tools; they are ignored"),
-        (ToolRenderer(), "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"),
+        (
+            ToolRenderer(),
+            "how fake writes calls of tools is not known, so they are given as text; name its family with --answers",
+        ),
     ],
 )
 def test_what_becomes_of_tools_is_told_once(renderer: ByteRenderer, says: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from headstart.api.caching import Caching
 from headstart.api.keyring import ANYBODY, Caller
 from headstart.errors import RequestError
 
@@ -24,16 +25,39 @@ class Handling:
     deadline_s: float | None = None  # from the request's arrival
 
 
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may be called, or must be, and then which: of `names`, or any."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """JSON as the answer: any object, or what `schema` describes. Not `strict`: as far as it can be enforced."""
+
+    schema: Mapping[str, Any] | None = None
+    strict: bool = True
+    param: str = "response_format"  # where the client wrote it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """Either `messages`, in the form of chat completions that `render` takes, or `prompt`, a text or token ids.
 
     None: not said, so the model's own default holds. `sampling`: fields of `Sampling` by name, those that were said.
+    `tools` are in the form of chat completions; `parallel_calls`: whether one answer may have several. `template`: what the
+    chat template is told beside messages. `echo`: what the dialect repeats in its answer.
     `logprobs` as in `GenerationRequest`. `ignored`: fields that nobody knows, for the log."""
 
     id_prefix: str  # of the answer's id, as the dialect's clients know it
     messages: tuple[Any, ...] | None = None
     tools: tuple[Any, ...] | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    format: Format | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | tuple[int, ...] = ""
     model: str | None = None
     max_tokens: int | None = None
@@ -48,7 +72,10 @@ class Ask:
     stream: bool = False
     include_usage: bool = False  # in a stream, where the dialect leaves the choice
     ignored: tuple[str, ...] = ()
+    echo: Mapping[str, Any] = field(default_factory=dict)
     handling: Handling = Handling()
+    caching: Caching = field(default_factory=Caching)
+    progress: bool = False  # whether it is told how far the prompt is
     caller: Caller = ANYBODY
 
     @property

@@ -11,16 +11,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from headstart.api.accounts import Account
+from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
-from headstart.api.pieces import Piece, Told
+from headstart.api.pieces import Piece, Told, joined
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
 from headstart.errors import RequestError
 from headstart.render import TextStream
+from headstart.render.answers import Call, Part, Text
 
 MOST_UNREAD = 4096  # tokens that a client may leave lying when it has taken none for STUCK_S; a burst may be larger
 STUCK_S = 5.0
@@ -31,34 +34,67 @@ RECEIPT_WAIT_S = 10.0  # how long answers that ended on a stop text wait for the
 class Answer:
     """One answer. `finish` is known when its text has ended, `receipt` when the engine has done with it."""
 
-    def __init__(self, index: int, request: GenerationRequest, served: Served, ask: Ask) -> None:
+    def __init__(self, index: int, request: GenerationRequest, served: Served, ask: Ask, answering: Answering) -> None:
         self.index = index
         self.request = request
         self.finish: FinishReason | None = None
         self.receipt: Receipt | None = None
         self.error: str | None = None
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # of them
         self.read = False  # whether its text has been taken to its end, or nobody takes it any more
         self.reported = False
+        self.complete = False  # it ended by itself, with all of its tokens told
+        self._tokens: list[int] = []
+        self._pieces: list[Piece] = []
         self._token_bytes = served.renderer.token_bytes
-        self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens)
+        self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens, special=answering.reads)
+        self._reader = answering.reader()
+        self._one_call = not ask.parallel_calls
+        self._called = False
         self._told: list[Told] | None = None if ask.logprobs is None else []  # of tokens whose text is held
 
     def take(self, event: TokenEvent) -> Piece:
         """Return what `event` lets go, and `finish` if that is all."""
         if self.read:  # on its way when a stop text had ended the answer
-            return Piece(self.index, "")
+            return Piece(self.index)
+        if event.progress is not None:
+            return Piece(self.index, progress=event.progress)
         text = ""
         if event.token is not None:
+            self._tokens.append(event.token)
             self.completion_tokens += 1
+            if self._reader is not None and self._reader.reasoning:
+                self.reasoning_tokens += 1
             self._tell(event)
             text = self._text.push(event.token)
         if event.finish is not None:
             text += self._text.finish()
-        if self._text.stopped:
+        ended = self._text.stopped or event.finish is not None
+        parts = self._parts(text, ended=ended)
+        enough = self._one_call and self._called
+        if self._text.stopped or enough:
             self.finish = "stop"
-        self.read = self._text.stopped or event.finish is not None
-        return Piece(self.index, text, self._told_of(text), self.finish if self.read else None)
+        self.read = ended or enough
+        self.complete = event.finish == "stop" and not self._text.stopped
+        piece = Piece(self.index, tuple(parts), self._told_of(text), self.finish if self.read else None, self._text.met)
+        self._pieces.append(piece)
+        return piece
+
+    def said(self) -> tuple[list[int], dict[str, Any]]:
+        """Return its tokens and what was read in them, as in `Generated`."""
+        whole = joined(self._pieces)
+        return self._tokens, {"content": whole.text, "reasoning": whole.reasoning, "calls": whole.calls}
+
+    def _parts(self, text: str, *, ended: bool) -> list[Part]:
+        if self._reader is None:
+            return [Text(text)] if text else []
+        parts = self._reader.push(text)
+        if ended:
+            parts += self._reader.finish()
+        calls = [at for at, part in enumerate(parts) if isinstance(part, Call)]
+        self._called = self._called or bool(calls)
+        return parts[: calls[0] + 1] if calls and self._one_call else parts
 
     def _tell(self, event: TokenEvent) -> None:
         if self._told is not None and event.token is not None and event.logprobs is not None:
@@ -80,7 +116,8 @@ class Generation:
     """All answers to one request. Use as a context manager: leaving it before the end, for whatever reason, aborts what
     still runs in the engine.
 
-    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+    `on_heard` is called with the tokens of an answer that ended by itself and what was read in it, before its end is told;
+    `on_answer` once for each answer that is told and ended, `on_landed` when the engine has done with all."""
 
     def __init__(
         self,
@@ -88,18 +125,22 @@ class Generation:
         requests: Sequence[GenerationRequest],
         served: Served,
         ask: Ask,
+        answering: Answering,
         *,
         account: Account,
         keepalive_s: float,
+        on_heard: Callable[..., None],
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
     ) -> None:
         self.id = id
         self.account = account
-        self.answers = [Answer(index, request, served, ask) for index, request in enumerate(requests)]
+        self.answers = [Answer(index, request, served, ask, answering) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
+        self._on_heard = on_heard
         self._on_answer = on_answer
+        self.acted: frozenset[str] = frozenset()  # rules of canonical form that changed something in the request
         self._on_landed = on_landed
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # MOST_UNREAD and a last one each
@@ -123,21 +164,27 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece | None]:
         """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed, NotReady."""
         try:
+            quiet_from = self._loop.time()  # tokens may come for long without anything to be told, such as in a call
             while not all(answer.read for answer in self.answers):
                 try:
-                    async with asyncio.timeout(self._keepalive_s):
+                    async with asyncio.timeout_at(quiet_from + self._keepalive_s):
                         answer, event = await self._events.get()
                     self._taken_s = self._loop.time()
                 except TimeoutError:
                     yield None
+                    quiet_from = self._loop.time()
                     continue
                 piece = answer.take(event)
-                if piece.text or piece.told or piece.finish is not None:
+                if answer.complete:
+                    tokens, said = answer.said()
+                    self._on_heard(tokens, **said)  # before its end is told: it may come back at once
+                if piece.parts or piece.told or piece.progress or piece.finish is not None:
                     if piece.finish is not None and event.finish is None:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):
                         raise self._failure(event)
                     yield piece
+                    quiet_from = self._loop.time()
             await self._receipts()
         finally:
             self._nobody_reads()
@@ -145,7 +192,11 @@ class Generation:
     def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
         receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
-        return Usage.of(receipt, output_tokens=sum(answer.completion_tokens for answer in self.answers))
+        return Usage.of(
+            receipt,
+            output_tokens=sum(answer.completion_tokens for answer in self.answers),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+        )
 
     def __enter__(self) -> Generation:
         return self

@@ -18,6 +18,7 @@ from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
 from headstart.errors import ModelError
 from headstart.render import Renderer
+from headstart.render.answers import Family, family_named, family_of
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -47,7 +48,15 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         note=folder.note,
         cache=engine.cache,
         shared=shared,
+        answers=answers_of(renderer, config.server.answers),
     )
+
+
+def answers_of(renderer: Renderer, named: str) -> Family | None:
+    """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
+    if named != "auto":
+        return family_named(named)
+    return family_of(renderer.template, own=renderer.response_template)
 
 
 def _with_disk_quotas(config: Config) -> Config:

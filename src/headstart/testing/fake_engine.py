@@ -12,7 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, Logprobs, Receipt, TokenEvent
+from headstart.engine.base import (
+    Constraint,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    Logprobs,
+    Progress,
+    Receipt,
+    TokenEvent,
+)
 from headstart.errors import ContextLengthExceeded
 
 BLOCK_TOKENS = 64
@@ -43,7 +53,9 @@ class FakeEngine:
     """Of log probabilities it tells -1 for each token, and -2, -3 … for those that follow it in the alphabet of bytes.
 
     `answer`: text of every answer, after which it ends with "stop"; without it, letters drawn from the prompt until
-    `max_tokens`. Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
+    `max_tokens`. Held to something, it says what it would have said where that is allowed, else the first token that is.
+
+    Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
     after so many tokens."""
 
     context_tokens: int = 2048
@@ -144,7 +156,7 @@ class FakeEngine:
         digest = hashlib.sha256(bytes(prompt) + seed).digest()
         drawn = bytes(_LETTERS[digest[i % 32] % len(_LETTERS)] for i in range(request.max_tokens))
         running.answer = drawn if self.answer is None else self.answer
-        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS):
+        for end in range(BLOCK_TOKENS, len(prompt) if request.use_cache else 0, BLOCK_TOKENS):
             if self._key(request, prompt[:end]) not in self._stored:
                 break
             running.cached_tokens = end
@@ -161,17 +173,30 @@ class FakeEngine:
             return False
         request = running.request
         if running.sent == 0:
-            for end in range(BLOCK_TOKENS, len(request.prompt) + 1, BLOCK_TOKENS):
+            kept = len(request.prompt) if request.keep_tokens is None else min(request.keep_tokens, len(request.prompt))
+            for end in range(BLOCK_TOKENS, kept + 1 if request.use_cache else 0, BLOCK_TOKENS):
                 self._stored.add(self._key(request, request.prompt[:end]))
-            running.written_tokens = len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens
-            self._counters["written_tokens"] += running.written_tokens
+            if request.use_cache:
+                running.written_tokens = max(0, kept // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens)
+                self._counters["written_tokens"] += running.written_tokens
+            if request.progress:
+                count = len(request.prompt)
+                running.on_event(TokenEvent(None, progress=Progress(count, running.cached_tokens, count, 0.0)))
+        if request.max_tokens == 0:
+            return self._end(running, "length")
         if self.fail_after is not None and running.sent >= self.fail_after:
             return self._end(running, "error", error="the fake engine was told to fail")
         if running.sent >= len(running.answer):
-            return self._end(running, "stop")
+            if request.constraint is None:
+                return self._end(running, "stop")
+            running.answer = (*running.answer, 0)  # what must follow still does
         if running.first_token_s is None:
             running.first_token_s = time.monotonic() - running.submitted
         token = running.answer[running.sent]
+        if request.constraint is not None:
+            token = _held_to(request.constraint, token)
+            if token in request.stop_ids:
+                return self._end(running, "stop")
         told = None
         if request.logprobs is not None:
             told = Logprobs(-1.0, tuple(((token + place) % 256, -1.0 - place) for place in range(request.logprobs)))
@@ -204,3 +229,12 @@ class FakeEngine:
     def _key(request: GenerationRequest, prefix: Sequence[int]) -> bytes:
         shared = len(prefix) <= request.shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         return hashlib.sha256(repr((None if shared else request.salt, tuple(prefix))).encode()).digest()
+
+
+def _held_to(constraint: Constraint, token: int) -> int:
+    """Return `token` if it may come next, else the first one that may."""
+    allowed = constraint.allowed()
+    if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
+        token = next(other for other in range(256) if allowed[other // 8] >> other % 8 & 1)
+    constraint.accept(token)
+    return token

@@ -136,6 +136,7 @@ class TorchEngine(ServingEngine[Sequence]):
                 logprobs=request.logprobs,
                 min_tokens=request.min_tokens,
                 stop_ids=request.stop_ids,
+                constraint=request.constraint,
             ),
             use_cache=request.use_cache and self._bridge is not None,
             identity=self._identity(request.adapter),
