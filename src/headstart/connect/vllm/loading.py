@@ -180,8 +180,8 @@ class Loader:
                     load.add_done_callback(lambda _, host=host: host.release())  # type: ignore[misc]
 
     def _found(self, prompt: Prompt) -> Lease:
-        """Return a lease on what the scheduler has found and holds. Where less is found here, what other processes have moved is
-        not known here yet: that is waited for, unless the disk fails anyway."""
+        """Return a lease on what the scheduler has found and holds. Where less is found here, what other processes have moved
+        is not known here yet: that is waited for, unless the disk fails anyway."""
         asked = len(prompt.tokens) // 4
         until = time.monotonic() + (_CATCH_UP_S if time.monotonic() > self._troubled_until else 0.0)
         while True:
