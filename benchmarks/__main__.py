@@ -22,6 +22,7 @@ from benchmarks import (
     store,
     trace,
     turns,
+    vllm,
     write,
 )
 
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "slow_disk": slow_disk,
     "trace": trace,
     "turns": turns,
+    "vllm": vllm,
     "store": store,
     "write": write,
 }
