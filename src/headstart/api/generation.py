@@ -16,7 +16,7 @@ from headstart.api.accounts import Account
 from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
-from headstart.api.pieces import Piece, Told
+from headstart.api.pieces import Piece, Told, joined
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
@@ -38,6 +38,7 @@ class Answer:
         self.request = request
         self.finish: FinishReason | None = None
         self.receipt: Receipt | None = None
+        self.so_far: Receipt | None = None  # with its first token
         self.error: str | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0  # of them
@@ -55,6 +56,7 @@ class Answer:
         if self.read:  # on its way when a stop text had ended the answer
             return Piece(self.index)
         text = ""
+        self.so_far = self.so_far or event.so_far
         if event.token is not None:
             self.completion_tokens += 1
             if self._reader is not None and self._reader.reasoning:
@@ -101,7 +103,8 @@ class Generation:
     """All answers to one request. Use as a context manager: leaving it before the end, for whatever reason, aborts what
     still runs in the engine.
 
-    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all,
+    `on_whole` with the id and the first answer before its end is told."""
 
     def __init__(
         self,
@@ -115,9 +118,12 @@ class Generation:
         keepalive_s: float,
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
+        on_whole: Callable[[str, Piece], None] | None = None,
     ) -> None:
         self.id = id
         self.account = account
+        self._on_whole = on_whole
+        self._said: list[Piece] = []  # of the first answer, where it is to be kept
         self.answers = [Answer(index, request, served, ask, answering) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
@@ -161,6 +167,10 @@ class Generation:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):
                         raise self._failure(event)
+                    if self._on_whole is not None and piece.index == 0:
+                        self._said.append(piece)
+                        if piece.finish is not None:
+                            self._on_whole(self.id, joined(self._said))
                     yield piece
                     quiet_from = self._loop.time()
             await self._receipts()
@@ -169,7 +179,11 @@ class Generation:
 
     def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
-        receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        receipt = (
+            self.answers[0].receipt
+            or self.answers[0].so_far
+            or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        )
         return Usage.of(
             receipt,
             output_tokens=sum(answer.completion_tokens for answer in self.answers),

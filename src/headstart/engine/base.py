@@ -136,13 +136,14 @@ class Logprobs:
 class TokenEvent:
     """One step of an answer. `token` is None on a last event that carries no token. The last event has `finish` and the
     receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for them and a token is
-    there."""
+    there. `so_far`: with the first of several, the receipt as it is by then, in which what was cached is settled."""
 
     token: int | None
     finish: FinishReason | None = None
     receipt: Receipt | None = None
     error: str | None = None
     logprobs: Logprobs | None = None
+    so_far: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
