@@ -17,9 +17,10 @@ import openai
 import pytest
 
 from api.serving import Running, running, served
-from headstart.api.accounts import Accounts
+from headstart.api.accounts import Account, Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import Made, append_key, make_key, remove_keys
+from headstart.api.receipts import Times
 from headstart.api.shared import SharedPrefixes
 from headstart.api.usage import Usage
 from headstart.engine.base import Receipt
@@ -216,6 +217,38 @@ def test_usage_and_times_stand_in_every_answer_also_at_0(engine: FakeEngine) -> 
         assert (second.cached_tokens, second.cache_write_tokens) == (320, 0)
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"max_tokens": 1}, {"stop": ["a", "e", "i", "o", "u"]}, {"min_tokens": 0}])
+def test_usage_is_the_same_streamed_and_whole(engine: FakeEngine, more: dict[str, Any]) -> None:
+    with running(engine) as server:
+        ask(server, "none")
+        extra = {"extra_body": {"min_tokens": 0}} if "min_tokens" in more else more
+        engine.answer = b"" if "min_tokens" in more else None  # nothing at all is said
+        whole = ask(server, "none", **extra).usage
+        with server.client() as client:
+            chunks = list(
+                client.chat.completions.create(
+                    model="fake",
+                    messages=[{"role": "user", "content": LONG}],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    **{"max_tokens": 4, **extra},
+                )
+            )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole
+    assert whole.prompt_tokens_details.cached_tokens == 320
+
+
+def test_nothing_over_http_clears_exports_or_imports_what_is_stored(engine: FakeEngine) -> None:
+    with running(engine) as server, httpx.Client(base_url=server.url) as http:
+        for path in ("/reset_prefix_cache", "/flush_cache", "/v1/cache", "/cache/clear", "/v1/headstart/cache", "/env"):
+            for method in ("GET", "POST", "DELETE", "PUT"):
+                refused = http.request(method, path, headers={"x-forwarded-for": "8.8.8.8"})
+                assert refused.status_code == 404, (method, path)
+                assert "/root" not in refused.text
+                assert "/home" not in refused.text
+
+
 def test_limits_of_a_key_are_429_with_the_time_to_wait(engine: FakeEngine, file: Path, give: Callable[..., Made]) -> None:
     requests = give("a", requests_per_minute=2).text
     tokens = give("b", tokens_per_minute=300).text
@@ -368,10 +401,13 @@ def test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request() ->
 
 
 def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError("accounts are down")
+    class Failing:
+        def __call__(self, account: Account, entry: Entry, times: Times | None) -> None:
+            raise RuntimeError("accounts are down")
 
-    accounts = Accounts(on_ended=failing)
+        def close(self) -> None: ...
+
+    accounts = Accounts(on_ended=Failing())
     with running(engine, accounts=accounts) as server:
         assert ask(server, "none").choices[0].finish_reason == "length"
         eventually(lambda: accounts.counters.get("account_faults") == 1)

@@ -36,11 +36,17 @@ def server() -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[anthropic.Anthropic]:
+    with client_of(server) as client:
+        yield client
+
+
 @pytest.fixture
-def says(server: Running) -> Iterator[Any]:
+def says(server: Running, client: anthropic.Anthropic) -> Iterator[Any]:
     def says(text: str | None) -> anthropic.Anthropic:
         server.engine.answer = None if text is None else text.encode()
-        return client_of(server)
+        return client
 
     yield says
     server.engine.answer = None
@@ -177,8 +183,8 @@ def test_errors_have_the_shape_that_the_client_reads(says: Any, server: Running)
 
 def test_a_model_that_loads_is_overloaded_to_these_clients() -> None:
     with running(FakeEngine(), ready=False) as server:
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            client_of(server).messages.create(**ASKED)
+        with client_of(server) as client, pytest.raises(anthropic.APIStatusError) as caught:
+            client.messages.create(**ASKED)
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"]
         assert caught.value.body["error"]["type"] == "overloaded_error"

@@ -33,11 +33,17 @@ def server() -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
 @pytest.fixture
-def says(server: Running) -> Iterator[Any]:
+def says(server: Running, client: openai.OpenAI) -> Iterator[Any]:
     def says(text: str | None) -> openai.OpenAI:
         server.engine.answer = None if text is None else text.encode()
-        return server.client()
+        return client
 
     yield says
     server.engine.answer = None
@@ -85,16 +91,16 @@ def test_events_build_the_same_answer(says: Any) -> None:
     assert final.usage.output_tokens == len(SAID.encode())
 
 
-def test_a_conversation_goes_on_from_an_answer(says: Any, server: Running) -> None:
+def test_a_conversation_goes_on_from_an_answer(says: Any, client: openai.OpenAI, server: Running) -> None:
     first = says(SAID).responses.create(model="any", input="Rom?", tools=TOOLS, instructions="Once.")
     call = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "mild"}
     second = says("Mild.").responses.create(model="any", previous_response_id=first.id, input=[result], tools=TOOLS)
     assert (second.output_text, second.previous_response_id) == ("Mild.", first.id)
     assert prompt_of(server) == "<user>Rom?<assistant>I look.<tool>mild"  # instructions are not inherited
-    with server.client().responses.stream(model="any", previous_response_id=second.id, input="And now?") as stream:
+    with client.responses.stream(model="any", previous_response_id=second.id, input="And now?") as stream:
         last = stream.get_final_response()
-    server.client().responses.create(model="any", previous_response_id=last.id, input="Then?")
+    client.responses.create(model="any", previous_response_id=last.id, input="Then?")
     assert prompt_of(server).endswith("<tool>mild<assistant>Mild.<user>And now?<assistant>Mild.<user>Then?")
 
 

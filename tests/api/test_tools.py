@@ -34,11 +34,17 @@ def server() -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
 @pytest.fixture
-def says(server: Running) -> Iterator[Any]:
+def says(server: Running, client: openai.OpenAI) -> Iterator[Any]:
     def says(text: str) -> openai.OpenAI:
         server.engine.answer = text.encode()
-        return server.client()
+        return client
 
     yield says
     server.engine.answer = None
@@ -177,8 +183,10 @@ def test_a_call_that_takes_long_to_write_leaves_no_stream_silent() -> None:
     engine = FakeEngine(answer=CALL.encode())
     with running(engine, family="hermes", keepalive_s=0.05) as server:
         engine.gate.clear()
-        url = server.client()
-        with url.chat.completions.with_streaming_response.create(**ASKED, tools=TOOLS, stream=True) as response:
+        with (
+            server.client() as client,
+            client.chat.completions.with_streaming_response.create(**ASKED, tools=TOOLS, stream=True) as response,
+        ):
             lines = response.iter_lines()
             assert next(lines) == ": keep-alive"
             engine.gate.set()

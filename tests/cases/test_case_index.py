@@ -45,6 +45,10 @@ FILES = {
     "vllm restart": "vllm/test_restart.py",
     "vllm ranks": "vllm/test_ranks_and_company.py",
     "api": "api/test_openai_client.py",
+    "accounts": "api/test_accounts.py",
+    "tenants": "api/test_real_accounts.py",
+    "clients": "api/test_many_clients.py",
+    "serve": "cli/test_serve.py",
     "capabilities": "cases/test_capabilities.py",
     "boundaries": "engine/torch/test_boundaries.py",
     "names": "cases/test_shards_and_names.py",
@@ -161,8 +165,12 @@ C036  A tenant is apart in every tier, and finds its own again.
       s06 · test_another_salt_never_hits_beyond_what_is_shared
       s06 · test_tenants_share_exactly_the_blocks_that_were_declared_shared
       vllm restart · test_a_tenant_s_prompt_is_found_with_its_salt_and_only_with_it
-C037  A salt given over HTTP reaches the key.
+C037  A salt given over HTTP, and a key's tenant, reach the names of blocks in every tier.
       api · test_five_salts_never_share_and_each_finds_its_own
+      tenants · test_five_tenants_one_prompt_through_memory_disk_and_a_restart
+C038  The salt of a tenant is none that a request can give; where there are keys, nobody is let in without one.
+      accounts · test_five_tenants_share_no_prefix_whatever_salt_they_give_and_each_finds_its_own
+      accounts · test_without_a_key_nothing_is_told_but_that_the_server_lives
 C040  Keys are the same in every process, version of Python and environment.
       s06 · test_keys_are_the_same_in_every_process
       format · test_names_are_those_of_the_golden_file
@@ -258,9 +266,15 @@ C082  Writers never share a temporary name, and leave none behind.
 C083  What is published is not replaced by who comes later.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       s07 · test_threads_that_save_the_same_prompts_store_each_once
+C100  Usage is the same streamed and whole, what is written is a part of the prompt, and nothing is counted twice.
+      accounts · test_usage_is_the_same_streamed_and_whole
+      accounts · test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters
+      clients · test_many_clients_that_leave_when_they_like_leave_nothing_behind
 C106  What a request that gave way gets back is no hit: cached tokens are never more than those of the prompt.
       scheduling · test_the_younger_gives_its_memory_and_goes_on_from_the_cache
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
+      accounts · test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request
+      accounts · test_a_fault_in_keeping_accounts_reaches_no_request
 C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
       states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
       s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
@@ -284,6 +298,12 @@ C122  Of two classes the longer one wins in either order, and a head is kept wit
       retention · test_a_head_grows_as_old_as_what_continues_it
 C123  Nothing is executed from what is read.
       absences · test_nothing_runs_what_it_reads
+C125  It listens on loopback unless told otherwise or keys are asked for, and what tells of all is an operator's.
+      serve · test_an_address_that_others_reach_needs_leave
+      accounts · test_without_a_key_nothing_is_told_but_that_the_server_lives
+      accounts · test_metrics_tell_of_all_tenants_to_an_operator_alone
+C126  Nothing over HTTP clears, exports or imports what is stored, and no error names a folder.
+      accounts · test_nothing_over_http_clears_exports_or_imports_what_is_stored
 C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhere.
       names · test_names_of_files_are_short_and_say_nothing
       s06 · test_a_salt_stands_nowhere_on_the_medium
@@ -302,11 +322,11 @@ ELSEWHERE = {
     "prefill and decode apart": ("C032", "C063", "C102", "C103"),
     "ranks that must act together": ("C064",),
     "a router": ("C043", "C108", "C109", "C110", "C111", "C113"),
-    "keys and endpoints of the server": ("C038", "C125", "C126", "C129"),
+    "keys and endpoints of the server": ("C129",),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
-    "usage and prices": ("C098", "C099", "C100", "C105"),
+    "usage and prices": ("C098", "C099", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
 

@@ -36,6 +36,8 @@ class Ended(Protocol):
 
     def __call__(self, account: Account, entry: Entry, times: Times | None) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class Account:
@@ -181,6 +183,8 @@ class Accounts:
             _log.exception("keeping the account of request %s failed", entry.id)
 
     def close(self) -> None:
+        if self._on_ended is not None:
+            self._on_ended.close()
         if self.log is not None:
             self.log.close()
 

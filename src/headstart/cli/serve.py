@@ -26,11 +26,19 @@ from headstart.api.keyring import Keyring
 from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.api.streaming import STALL_S
+from headstart.api.tracing import Tracing
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, parse_aliases, parse_size, prefer_sleeping_threads
+from headstart.config import (
+    Config,
+    ServerConfig,
+    longest_promise_s,
+    parse_aliases,
+    parse_size,
+    prefer_sleeping_threads,
+)
 from headstart.errors import AddressInUse, ConfigError, HeadstartError, UsageLogFailed
 from headstart.ledger.log import UsageLog
 
@@ -70,6 +78,8 @@ class _Server(uvicorn.Server):
             accounts=accounts_of(config.server),
             aliases=parse_aliases(config.server.alias),
             strict_models=config.server.strict_models,
+            canonical=config.server.canonical_rules,
+            longest_promise_s=longest_promise_s(config.cache.retention),
         )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
@@ -163,12 +173,13 @@ def accounts_of(server: ServerConfig) -> Accounts:
     keep_bytes = parse_size(server.usage_keep)
     usage_log = None
     try:
-        usage_log = UsageLog(server.usage_log, keep_bytes=keep_bytes) if keep_bytes else None
+        usage_log = UsageLog(server.usage_log.expanduser(), keep_bytes=keep_bytes) if keep_bytes else None
     except UsageLogFailed as error:
         if keyring is not None:
             raise
         log.warning("%s; this server keeps none", error.message)
-    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s)
+    traces = Tracing(server.traces) if server.traces else None
+    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s, on_ended=traces)
 
 
 def bound(server: ServerConfig) -> socket.socket:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.api.ask import Ask
+from headstart.api.caching import controls_in
 from headstart.api.dialects.base import About, event
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
 from headstart.api.dialects.tools import choice_of, format_of
@@ -24,7 +25,7 @@ from headstart.errors import RequestError
 from headstart.render.answers import Call, Part, Reasoning, Text
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "n": (1,)}
-_QUIET = ("metadata", "service_tier", "anthropic_version", "anthropic_beta", "betas", "cache_control", "context_management")
+_QUIET = ("metadata", "service_tier", "anthropic_version", "anthropic_beta", "betas", "context_management")
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -37,6 +38,7 @@ class Request(Common, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -67,8 +69,15 @@ def parse_to_count(body: bytes, headers: Mapping[str, str]) -> Ask:
         format=format_of(config.get("format") or request.output_format, param="output_config.format"),
         template=_template(request, config),
         stop=request.stop_sequences or (),
+        controls=controls_in([{"cache_control": request.cache_control}, *_holders(request)]),
         ignored=(*(name for name in ignored if name not in _QUIET), *others),
     )
+
+
+def _holders(request: Request) -> list[Any]:
+    """Return what can carry a `cache_control`."""
+    system = request.system if isinstance(request.system, list) else []
+    return [*(request.tools or ()), *system, *request.messages]
 
 
 def _template(request: Request, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +108,7 @@ def _tools(tools: Sequence[Any]) -> tuple[tuple[dict[str, Any], ...], tuple[str,
 
 def _messages(system: str | list[Any] | None, messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
     if system:
-        yield {"role": "system", "content": _text(system, "system")}
+        yield {"role": "system", "content": _said(system, "system")}
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, Mapping):
@@ -126,12 +135,13 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> Iterator[dict[str, 
                 yield turn
                 turn = None
             content = block.get("content")
-            text = "" if content is None else _text(content, f"{here}.content")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            said = "" if content is None else _said(content, f"{here}.content")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
             continue
-        turn = turn or {"role": role, "content": ""}
+        turn = turn or {"role": role, "content": "" if role == "assistant" else []}
         if kind == "text":
-            turn["content"] += _text([block], where, at=j)
+            said = _said([block], where, at=j)
+            turn["content"] += said[0]["text"] if role == "assistant" else said
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             turn.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
@@ -143,7 +153,8 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> Iterator[dict[str, 
         yield turn
 
 
-def _text(content: object, where: str, *, at: int = 0) -> str:
+def _said(content: object, where: str, *, at: int = 0) -> Any:
+    """Return a text as it is, blocks of text as the parts that `render` takes."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -151,7 +162,7 @@ def _text(content: object, where: str, *, at: int = 0) -> str:
     for i, block in enumerate(content):
         if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise wrong(f"{where}[{at + i}]", "must be a block of text; this model reads nothing else")
-    return "".join(block["text"] for block in content)
+    return [{key: block[key] for key in ("type", "text", "cache_control") if key in block} for block in content]
 
 
 def shape(ask: Ask, about: About) -> Shape:

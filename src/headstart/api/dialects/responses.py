@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # What asks for nothing that an answer here would differ by, and is repeated or passed over without a word.
 _QUIET = ("include", "truncation", "service_tier", "safety_identifier", "user", "max_tool_calls", "metadata")
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Reasons(msgspec.Struct):
@@ -116,11 +116,10 @@ def _messages(items: str | list[Any] | None) -> list[dict[str, Any]]:
             raise wrong(where, "must be an object")
         kind = item.get("type") or "message"
         if kind == "message":
-            role = item.get("role")
-            turn = _turn(messages) if role == "assistant" else {"role": role}
-            turn["content"] = (turn.get("content") or "") + _text(item.get("content"), f"{where}.content")
-            if role != "assistant":
-                messages.append(turn)
+            if item.get("role") == "assistant":
+                _turn(messages)["content"] += _text(item.get("content"), f"{where}.content")
+            else:
+                messages.append({"role": item.get("role"), "content": _said(item.get("content"), f"{where}.content")})
         elif kind == "reasoning":
             said = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
             if said:
@@ -131,7 +130,7 @@ def _messages(items: str | list[Any] | None) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _turn(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _text(item.get("output"), f"{where}.output")
+            content = _said(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             raise wrong(f"{where}.type", f"is {str(kind)[:48]!r}; it must be message, reasoning, function_call or its output")
@@ -146,19 +145,25 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _text(content: object, where: str) -> str:
+    said = _said(content, where)
+    return said if isinstance(said, str) else "".join(part["text"] for part in said)
+
+
+def _said(content: object, where: str) -> Any:
+    """Return a text as it is, a list as the parts of text that `render` takes."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(where, "must be a text or a list of parts")
-    texts = []
+    parts = []
     for i, part in enumerate(content):
-        if isinstance(part, Mapping) and part.get("type") == "refusal":
-            texts.append(str(part.get("refusal", "")))
-            continue
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
             raise wrong(f"{where}[{i}]", "must be a part with text; this model reads nothing else")
-        texts.append(part["text"])
-    return "".join(texts)
+        marked = {key: part[key] for key in ("prompt_cache_breakpoint",) if key in part}
+        parts.append({"type": "text", "text": text, **marked})
+    return parts
 
 
 def shape(ask: Ask, about: About) -> Shape:
