@@ -185,7 +185,7 @@ def test_a_template_that_refuses_becomes_a_sentence(
 
 def test_tools_nested_too_deeply_for_the_template_are_a_sentence(renderer: Renderer) -> None:
     parameters: dict[str, Any] = {}
-    for _ in range(900):
+    for _ in range(5000):
         parameters = {"properties": parameters}
     deep = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     with pytest.raises(RequestError, match="nested too deeply") as caught:
