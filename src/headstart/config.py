@@ -35,6 +35,7 @@ Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
+Aliases = Annotated[str, Meta(extra={"check": "aliases"})]
 Rules = Annotated[str, Meta(extra={"check": "rules"})]
 CANONICAL_RULES = ("billing-header", "cache-control", "text-parts", "reasoning", "tool-arguments", "generated-tokens")
 CANONICAL = ", ".join(CANONICAL_RULES)
@@ -91,6 +92,16 @@ class EngineConfig:
     max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
     prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
     context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
+    kv_type: Annotated[
+        Literal["auto", "f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
+        Meta(description="of GGUF models: auto (f16), or how KV is quantised; torch's is dtype"),
+    ] = "auto"
+    libllama: Annotated[
+        str,
+        Meta(
+            description="of GGUF models: path of libllama.so, for a build with CUDA, Metal, ROCm or Vulkan; else the package's"
+        ),
+    ] = ""
     adapters: Annotated[
         Folders, Meta(description='LoRA adapters beside the model, by the name that requests give as model: "sql=/a, chat=/b"')
     ] = ""
@@ -110,6 +121,10 @@ class ServerConfig:
         Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
     ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    alias: Annotated[Aliases, Meta(description='names that requests may give as model: "gpt-4o=smollm2-135m, fast=sql"')] = ""
+    strict_models: Annotated[
+        bool, Meta(description="refuse requests for a model of another name, which else get the one served")
+    ] = False
     answers: Annotated[
         str, Meta(description="how reasoning and tool calls are written: auto, none, or the name of a family of models")
     ] = "auto"
@@ -137,7 +152,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: Annotated[str, Meta(min_length=1, description="alias, directory or hub name")] = "smollm2-135m"
+    model: Annotated[str, Meta(min_length=1, description="alias, GGUF file, directory or hub name")] = "smollm2-135m"
     models_directory: Annotated[Path, Meta(description="where fetched and converted models lie")] = Path(
         "~/.cache/headstart/models"
     )
@@ -290,6 +305,15 @@ def require_budget(text: str) -> None:
         raise ConfigError('it keeps nothing; write "unlimited" for no limit, or cache.capacity = "0" to do without the disk')
 
 
+def parse_aliases(text: str) -> dict[str, str]:
+    """Return for each name the one that it means. Raises ConfigError.
+
+    >>> parse_aliases("gpt-4o=smollm2-135m, fast=sql")
+    {'gpt-4o': 'smollm2-135m', 'fast': 'sql'}
+    """
+    return dict(_pairs(text, 'write "gpt-4o=smollm2-135m, fast=sql"'))
+
+
 def parse_adapters(text: str) -> dict[str, Path]:
     """Return the folder of each adapter. Raises ConfigError.
 
@@ -297,6 +321,26 @@ def parse_adapters(text: str) -> dict[str, Path]:
     {'sql': PosixPath('/srv/sql'), 'chat': PosixPath('/srv/chat')}
     """
     return {name: Path(folder).expanduser() for name, folder in _pairs(text, 'write "sql=/srv/sql, chat=/srv/chat"')}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlaces:
+    """Where other programs keep the models that they have downloaded."""
+
+    ollama: Path
+    lm_studio: tuple[Path, ...]
+    hugging_face: Path
+
+
+def model_places() -> ModelPlaces:
+    """Return those places, as these programs' own variables say."""
+    home = Path("~").expanduser()
+    hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or home / '.cache/huggingface'}/hub"
+    return ModelPlaces(
+        ollama=Path(os.environ.get("OLLAMA_MODELS") or home / ".ollama/models"),
+        lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
+        hugging_face=Path(hub).expanduser(),
+    )
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:
@@ -353,6 +397,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "retention": parse_retention,
     "quotas": parse_quotas,
     "folders": parse_adapters,
+    "aliases": parse_aliases,
     "rules": parse_rules,
     "endpoint": lambda text: text and parse_endpoint(text),
 }

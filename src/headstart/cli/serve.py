@@ -31,7 +31,14 @@ from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, longest_promise_s, parse_size, prefer_sleeping_threads
+from headstart.config import (
+    Config,
+    ServerConfig,
+    longest_promise_s,
+    parse_aliases,
+    parse_size,
+    prefer_sleeping_threads,
+)
 from headstart.errors import AddressInUse, ConfigError, HeadstartError, UsageLogFailed
 from headstart.ledger.log import UsageLog
 
@@ -47,7 +54,8 @@ LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in t
 @click.option("--model", "named", metavar="MODEL", help="the same as the argument")
 @config_options("server", "cache", "engine", "", without="model")
 def serve(model: str | None, named: str | None, config_file: Path | None, **flags: Any) -> int:
-    """Serve MODEL: an alias (smollm2-135m, the default), a Hugging Face directory, or a hub name."""
+    """Serve MODEL: an alias (smollm2-135m, the default), a GGUF file, a Hugging Face directory, a hub name, or a name that
+    `headstart models` lists."""
     if model is not None and named is not None and model != named:
         raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
     config = chosen_config(config_file, flags, model=named if model is None else model)
@@ -69,6 +77,8 @@ class _Server(uvicorn.Server):
         self._service = Service(
             max_waiting=config.server.max_waiting,
             accounts=accounts_of(config.server),
+            aliases=parse_aliases(config.server.alias),
+            strict_models=config.server.strict_models,
             canonical=config.server.canonical_rules,
             longest_promise_s=longest_promise_s(config.cache.retention),
         )

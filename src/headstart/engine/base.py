@@ -5,9 +5,9 @@ An engine speaks token ids only; text belongs to `render`. Callbacks run on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -155,13 +155,15 @@ class Progress:
 class TokenEvent:
     """One step of an answer. `token` is None on a last event that carries no token, and while the prompt is computed. The last
     event has `finish` and the receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for
-    them and a token is there. `progress`: where the request asked for it and a part of its prompt was computed."""
+    them and a token is there. `so_far`: with the first of several tokens, the receipt as it is by then, in which what was
+    cached is settled. `progress`: where the request asked for it and a part of its prompt was computed."""
 
     token: int | None
     finish: FinishReason | None = None
     receipt: Receipt | None = None
     error: str | None = None
     logprobs: Logprobs | None = None
+    so_far: Receipt | None = None
     progress: Progress | None = None
 
 
@@ -206,4 +208,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End every request, finish saving, free everything. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """What ours can be asked besides."""
+
+    def measure_floor(self, prompt: Sequence[int], cached_tokens: int, rounds: int) -> list[float]:
+        """Return, for each round, the seconds from a prompt to its first token when the KV of the first `cached_tokens`
+        already lies in memory: what no cache can beat. For an engine that is otherwise idle."""
+        ...
+
+    def next_logits(self, tokens: Sequence[int]) -> Any:
+        """Return float32 logits [vocabulary] for the token after `tokens`, computed without the cache: the reference."""
         ...
