@@ -94,6 +94,12 @@ class Shape:
         ]
         return envelope(self.about, "chat.completion", choices) | {"usage": usage_object(usage)}
 
+    def open(self) -> Iterator[bytes]:
+        return iter(())
+
+    def begin(self, usage: Usage) -> Iterator[bytes]:
+        return iter(())
+
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.progress is not None:
             yield self._chunk(piece.index, {}, progress=piece.progress)
@@ -222,9 +228,11 @@ def log_or_least(logprob: float) -> float:
 def _logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     if told is None:
         return None
-    content = [{**_token(one.token, one.logprob), "top_logprobs": [_token(*other) for other in one.top]} for one in told]
+    content = [
+        {**token_object(one.token, one.logprob), "top_logprobs": [token_object(*other) for other in one.top]} for one in told
+    ]
     return {"content": content, "refusal": None}
 
 
-def _token(token: bytes, logprob: float) -> dict[str, Any]:
+def token_object(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": log_or_least(logprob), "bytes": list(token)}
