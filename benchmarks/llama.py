@@ -55,7 +55,7 @@ def run(*, smoke: bool = False, rounds: int = 3) -> dict[str, Any]:
         home = Path(folder)
         models = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", "~/.cache/headstart/models")).expanduser()
         file = fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
-        prompts = _prompts(file, tokens=600 if smoke else None)
+        prompts = _prompts(file, tokens=200 if smoke else None)
         ours = _headstart(file, home, prompts, rounds=1 if smoke else rounds)
         theirs = _llama_server(file, home, prompts, rounds=1 if smoke else rounds, threads=threads)
         return {
@@ -145,6 +145,7 @@ def _llama_server(file: Path, home: Path, prompts: list[list[int]], *, rounds: i
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as our own server has it
             text=True,
         )
         assert process.stdout is not None
