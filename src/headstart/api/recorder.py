@@ -258,7 +258,7 @@ def _usage(answered: _Copy, encoding: str) -> dict[str, Any] | None:
 
 
 def _counts(told: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {}
+    counts: dict[str, Any] = {}
     for name, value in told.items():
         if isinstance(value, Mapping):
             counts[name] = _counts(value)
