@@ -2,7 +2,7 @@
 
 An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
 3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated; `cache` has three
-more, and `diff` one. Tracebacks are for bugs.
+more, and `diff`, `lint` and `doctor` one each. Tracebacks are for bugs.
 """
 
 from __future__ import annotations
