@@ -45,6 +45,9 @@ FILES = {
     "vllm restart": "vllm/test_restart.py",
     "vllm ranks": "vllm/test_ranks_and_company.py",
     "api": "api/test_openai_client.py",
+    "canonical": "render/test_canonical.py",
+    "noise": "api/test_canonical_requests.py",
+    "reports": "diagnose/test_report.py",
     "accounts": "api/test_accounts.py",
     "tenants": "api/test_real_accounts.py",
     "clients": "api/test_many_clients.py",
@@ -268,12 +271,21 @@ C082  Writers never share a temporary name, and leave none behind.
 C083  What is published is not replaced by who comes later.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       s07 · test_threads_that_save_the_same_prompts_store_each_once
+C085  A checksum that changes in a billing header is named by diff, and dropped before it costs a hit.
+      reports · test_a_checksum_in_a_billing_header_is_found_with_both_ids_and_what_it_costs
+      canonical · test_the_billing_header_at_the_top_is_dropped_and_nothing_else
+      noise · test_rules_that_need_no_memory
 C086  A template that opens an answer with an empty think block, which history lacks, is found before it is served.
       template · test_an_empty_think_block_that_history_lacks_is_found
+C087  An answer that comes back without the reasoning that led to it hits all the same, as far as the template writes it.
+      noise · test_what_was_generated_comes_back_as_clients_write_it
 C089  JSON that is written otherwise in each turn is named as that: order, spacing, escapes, numbers.
       divergence · test_a_tool_result_that_is_written_otherwise_is_named_as_that
 C090  Tools are rendered as they were sent, never sorted, and a schema in another order is found at its tool.
       divergence · test_tools_are_rendered_as_they_were_sent_and_a_swapped_schema_is_found_at_its_tool
+C092  Text that the model spelled in its own tokens is told by diff, and found again through what was generated.
+      reports · test_the_same_text_in_other_tokens_is_a_finding_of_its_own
+      noise · test_generated_tokens
 C093  A clock in the system prompt is named, with its place and where to move it.
       divergence · test_a_clock_is_named_with_where_to_move_it
 C095  A template that moves the tools as the conversation grows is found.
@@ -339,7 +351,6 @@ ELSEWHERE = {
     "keys and endpoints of the server": ("C129",),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
-    "why prompts part": ("C085", "C087", "C092"),
     "usage and prices": ("C098", "C099", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
