@@ -126,6 +126,16 @@ def test_requests_and_answers_pass_to_the_byte(tmp_path: Path, packed: bool) -> 
     assert line["usage"] == {"prompt_tokens": 90, "prompt_tokens_details": {"cached_tokens": 64}}
 
 
+def test_a_request_without_a_body_waits_for_its_answer(tmp_path: Path) -> None:
+    upstream = Upstream([b"one", b"two"], [(b"content-length", b"6")])
+    upstream.waits = True
+    timer = threading.Timer(0.3, lambda: upstream.next.release(2))
+    with listening(upstream) as to, recording(to, tmp_path / "log.jsonl") as url:
+        timer.start()
+        assert httpx.get(f"{url}/v1/models", timeout=20).content == b"onetwo"
+    timer.join()
+
+
 def test_parts_of_a_stream_come_one_by_one_and_a_client_that_goes_ends_it(tmp_path: Path) -> None:
     upstream = Upstream([b"data: one\n\n", b"data: two\n\n", b"data: three\n\n"])
     upstream.waits = True

@@ -205,9 +205,14 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
             yield message["body"]
 
 
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # the body of a request that has none
+
+
 async def _passed(parts: AsyncIterator[bytes], receive: Receive, send: Send) -> bool:
     """Send every part at once. Return False if the client went away before the end; then the rest is not asked for."""
-    gone = asyncio.ensure_future(receive())
+    gone = asyncio.ensure_future(_until_gone(receive))
     coming: asyncio.Future[bytes] | None = None
     try:
         while True:
