@@ -13,6 +13,7 @@ from headstart.config import Config
 from headstart.engine.base import Sampling
 from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
+from headstart.engine.vllm import open_engine as open_vllm
 from headstart.errors import ModelError
 from headstart.render import Renderer
 
@@ -33,6 +34,14 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
     part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
     renderer.warm_up()
+    if config.engine.engine == "vllm":
+        return Served(
+            name=folder.name,
+            engine=open_vllm(folder.path, config, on_progress=part),
+            renderer=renderer,
+            defaults=sampling_defaults(folder.path),
+            note=folder.note,
+        )
     engine = open_engine(folder.path, config, on_progress=part)
     return Served(
         name=folder.name,
