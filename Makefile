@@ -7,16 +7,19 @@ TORCH  ?= cpu
 BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo test check bench soak trials clean install
+.PHONY: help demo test test-vllm check bench soak trials clean install
 
 help:  ## list the commands
-	@grep -hE '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
 
 demo: $(VENV)/.installed  ## the main job on a real model: compute once, kill the server, answer from disk
 	@$(BIN)/headstart demo $(DEMO)
 
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+
+test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (3.5 GB to install, under a quarter of an hour)
+	@sh tests/vllm/run.sh $(BIN) $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

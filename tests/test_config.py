@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def toml(folder: Path, text: str) -> Path:
 
 def test_defaults_hold_where_nothing_is_said() -> None:
     config = load_config()
-    assert config.server == Config().server
+    assert config.server == replace(Config().server, usage_log=Path("~/.cache/headstart/usage").expanduser())
     assert config.engine == Config().engine
     assert config.cache.directory == Path("~/.cache/headstart/kv").expanduser()
 

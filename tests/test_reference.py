@@ -112,7 +112,9 @@ def counters() -> Iterator[str]:
 def test_every_metric_is_told() -> None:
     module = import_module("headstart.api.metrics")
     own = re.findall(r'"((?:headstart|vllm:)_?[a-z_]+)"', Path(str(module.__file__)).read_text())
-    histograms = [f"vllm:{name}" for name in re.findall(r'seconds\("([a-z_0-9]+)"', Path(str(module.__file__)).read_text())]
+    histograms = [
+        f"vllm:{name}" for name in re.findall(r'(?:seconds|tokens)\("([a-z_0-9]+)"', Path(str(module.__file__)).read_text())
+    ]
     shown = {"headstart_engine_prompt_tokens", "headstart_engine_generated_tokens"}  # under vLLM's names
     shown |= {f"headstart_engine_cached_{tier}_tokens" for tier in ("memory", "disk")}
     rooms = {f"headstart_{room}" for room in ROOMS}  # the prefixes themselves

@@ -109,10 +109,29 @@ class EngineConfig:
 class ServerConfig:
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
-    allow_remote: Annotated[bool, Meta(description="listen on an address that other machines reach; there are no keys yet")] = (
-        False
-    )
+    allow_remote: Annotated[
+        bool, Meta(description="listen on an address that other machines reach though no keys are asked for")
+    ] = False
+    keys: Annotated[
+        Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
+    ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    answers: Annotated[
+        str, Meta(description="how reasoning and tool calls are written: auto, none, or the name of a family of models")
+    ] = "auto"
+    deadline_s: Annotated[
+        float | None, Meta(gt=0, le=86400, description="the longest that a request may take; a header may ask for less")
+    ] = None
+    shared_prefixes: Annotated[
+        Path | None, Meta(description="file of prompts whose stored beginnings all tenants share, a JSON object a line")
+    ] = None
+    usage_log: Annotated[Path, Meta(description="folder of the usage log, a line for each request")] = Path(
+        "~/.cache/headstart/usage"
+    )
+    traces: Annotated[
+        str, Meta(description='where OpenTelemetry traces go by OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces"')
+    ] = ""
+    usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +185,14 @@ class Setting:
         return self.default is False
 
 
-def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | None = None) -> Config:
+def load_config(
+    file: Path | None = None, *, overrides: Mapping[str, object] | None = None, overrides_from: str | None = None
+) -> Config:
     """Return the configuration from defaults, `file` (or $HEADSTART_CONFIG), HEADSTART_* and `overrides`.
 
-    Overrides are what flags give: {"cache.memory": "1GiB"}. A leading ~ in a path is the home directory.
-    Raises ConfigError naming the key, where it was set and the nearest right name."""
+    Overrides are what flags give: {"cache.memory": "1GiB"}; `overrides_from` says where they stand if they are not flags
+    ("in …"). A leading ~ in a path is the home directory. Raises ConfigError naming the key, where it was set and the nearest
+    right name."""
     if file is None and (named := os.environ.get("HEADSTART_CONFIG")):
         file = Path(named)
     chosen: dict[str, Any] = {key: _expanded(setting.default) for key, setting in settings().items()}
@@ -178,7 +200,7 @@ def load_config(file: Path | None = None, *, overrides: Mapping[str, object] | N
         chosen |= _from_file(file)
     chosen |= _from_environment(os.environ)
     for key, value in (overrides or {}).items():
-        chosen[key] = _converted(key, value, where=_where_flag(key), strict=False)
+        chosen[key] = _converted(key, value, where=overrides_from or _where_flag(key), strict=False)
     return _assemble(chosen)
 
 

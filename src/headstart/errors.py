@@ -68,6 +68,18 @@ class AddressInUse(HeadstartError):
     exit_code = 4
 
 
+class UsageLogFailed(HeadstartError):
+    """The usage log cannot be kept where it should be."""
+
+    exit_code = 4
+
+
+class KeysUnreadable(HeadstartError):
+    """The file of API keys cannot be read or written, or a line of it is wrong."""
+
+    exit_code = 2
+
+
 class RequestError(HeadstartError):
     """A request that cannot be served as asked; `param` and `code` go to the client with HTTP status `status`."""
 

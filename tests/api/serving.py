@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import openai
 import uvicorn
 
+from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
 from headstart.api.served import Served
 from headstart.api.service import Service
-from headstart.render import Renderer
+from headstart.render import Renderer, Tokens
+from headstart.render.answers import FAMILIES
 from headstart.render.messages import normal_messages
 from headstart.testing.fake_engine import FakeEngine
 
@@ -25,9 +27,18 @@ class ByteRenderer:
     """What `render.Renderer` promises, with bytes as tokens and a template of one tag a message."""
 
     stop_ids = frozenset({0})
+    vocabulary = 256
+    special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
+    template = ""
+    response_template = None
 
     def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        context_tokens: int | None = None,
     ) -> list[int]:
         return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
 
@@ -37,12 +48,16 @@ class ByteRenderer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
+        return Tokens(list(text.encode()), [])
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-def served(engine: FakeEngine) -> Served:
-    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()))
+def served(engine: FakeEngine, *, family: str | None = None) -> Served:
+    answers = None if family is None else FAMILIES[family]
+    return Served(name="fake", engine=engine, renderer=cast(Renderer, ByteRenderer()), answers=answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,8 @@ class Listening:
     url: str
     service: Service
 
-    def client(self, *, retries: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=retries, timeout=60)
+    def client(self, *, retries: int = 0, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +75,17 @@ class Running(Listening):
 
 
 @contextmanager
-def listening(service: Service, *, host: str = "127.0.0.1") -> Iterator[str]:
+def listening(service: Service, *, host: str = "127.0.0.1", stall_s: float = 30.0) -> Iterator[str]:
     """Serve `service` and give the address; `host` is what the application believes to listen on."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen(128)  # before the server is there
     config = uvicorn.Config(
-        build_app(service, host=host), log_config=None, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+        build_app(service, host=host, stall_s=stall_s),
+        log_config=None,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="test-server")
@@ -81,11 +101,20 @@ def listening(service: Service, *, host: str = "127.0.0.1") -> Iterator[str]:
 
 
 @contextmanager
-def running(engine: FakeEngine, *, ready: bool = True, max_waiting: int = 256, keepalive_s: float = 10.0) -> Iterator[Running]:
-    service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s)
+def running(
+    engine: FakeEngine,
+    *,
+    ready: bool = True,
+    max_waiting: int = 256,
+    keepalive_s: float = 10.0,
+    accounts: Accounts | None = None,
+    stall_s: float = 30.0,
+    family: str | None = None,
+) -> Iterator[Running]:
+    service = Service(max_waiting=max_waiting, keepalive_s=keepalive_s, accounts=accounts)
     if ready:
-        service.ready(served(engine))
-    with listening(service) as url:
+        service.ready(served(engine, family=family))
+    with listening(service, stall_s=stall_s) as url:
         try:
             yield Running(url, service, engine)
         finally:

@@ -27,7 +27,10 @@ class Child:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADSTART_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0", "--models-directory", str(folder)],
+                [
+                    *(sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0"),
+                    *("--models-directory", str(folder), "--usage-log", str(folder / "usage")),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

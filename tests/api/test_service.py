@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
@@ -66,7 +66,12 @@ class ToolRenderer(ByteRenderer):
     """Its template has a place for tools."""
 
     def chat(
-        self, messages: Sequence[object], *, tools: Sequence[object] | None = None, context_tokens: int | None = None
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        context_tokens: int | None = None,
     ) -> list[int]:
         return list(f"{tools}".encode()) + super().chat(messages)
 
@@ -75,7 +80,10 @@ class ToolRenderer(ByteRenderer):
     ("renderer", "says"),
     [
         (ByteRenderer(), "the chat template of fake has no place for tools; they are ignored"),
-        (ToolRenderer(), "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"),
+        (
+            ToolRenderer(),
+            "how fake writes calls of tools is not known, so they are given as text; name its family with --answers",
+        ),
     ],
 )
 def test_what_becomes_of_tools_is_told_once(renderer: ByteRenderer, says: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,9 +46,9 @@ def test_what_faster_tiers_have_counts_when_a_lookup_hangs(cache: PrefixCache, s
         assert lease.tokens_by_tier == {"memory": 5 * 64}
         assert finish(lease, KV).wrong == []
     assert slow.stalled.is_set()
-    calls = slow._calls.copy()
+    calls = slow.calls.copy()
     assert hit_tokens(cache, KV) == 5 * 64  # and asks nobody who does not answer
-    assert slow._calls == calls
+    assert slow.calls == calls
     counters = cache.statistics().counters
     assert (counters["match_timed_out_disk"], counters["match_skipped_disk"]) == (1, 1)
     slow.heal()

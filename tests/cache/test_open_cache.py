@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from headstart.errors import ConfigError
 from headstart.testing.fake_kv import IDENTITY, TINY
 from headstart.testing.round_trip import load, save
 from headstart.tier.devices import remove_device
+from headstart.tier.disk import RealDisk
 
 
 def opened(directory: Path | tuple[Path, ...], **options: object) -> PrefixCache:
@@ -73,6 +75,25 @@ def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path, broken: st
         assert save(cache, prompt(641)).stored_tokens == 640
         assert load(cache, prompt(641)).wrong == []
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_disk_that_is_full_at_the_start_is_no_warning_for_good_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RealDisk, "write", full)
+    with caplog.at_level(logging.WARNING), opened(tmp_path / "kv", memory="8MiB") as cache:
+        assert cache.warnings == ()
+        memory, disk = cache.statistics().tiers
+        assert (memory.paused, disk.capacity_bytes) == ("", 0)
+        assert disk.paused == "it could not be opened yet (No space left on device), and is tried again every 10 s"
+        assert save(cache, prompt(641)).stored_tokens == 640
+        assert load(cache, prompt(641)).wrong == []
+        (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "no disk tier yet" in said.getMessage()
+        assert "full file system" in said.getMessage()
 
 
 def test_a_directory_that_was_removed_by_command_is_said_once_and_not_to_whoever_asks_for_health(

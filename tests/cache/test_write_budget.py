@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cache_kit import cache_of, prompt
 
+from headstart.cache import budget
 from headstart.cache.open import open_cache
 from headstart.config import CacheConfig
 from headstart.errors import ConfigError
@@ -48,6 +50,31 @@ def test_the_log_says_once_that_the_budget_runs_short(tmp_path: Path, caplog: py
         for seed in range(1, 4):
             save(cache, prompt(64 * 64, seed=seed))
     assert caplog.text.count("cache.write_budget") == 1
+
+
+def test_where_it_stops_every_save_the_tier_says_so_until_something_is_kept_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget_bytes = 1280 * block_bytes()  # a 64th of the fifth that comes at once is 4 blocks
+    now = [1000.0]
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with cache_of(MemoryTier(8 << 20), disk(tmp_path), write_budget_bytes=budget_bytes) as cache:
+
+        def paused() -> list[str]:
+            return [tier.paused for tier in cache.statistics().tiers]
+
+        seed = 0
+        while save(cache, prompt(64 * 64, seed=seed)).stored_tokens:
+            assert paused() == ["", ""]
+            seed += 1
+        memory, told = paused()
+        assert memory == ""
+        assert told.startswith("cache.write_budget (")
+        assert "is used up" in told
+        now[0] += 3600.0
+        assert paused() == ["", ""]  # there is enough for one more by now
+        assert save(cache, prompt(64 * 64, seed=seed)).stored_tokens
+        assert paused() == ["", ""]
 
 
 def test_what_comes_again_is_kept_before_what_is_new(tmp_path: Path) -> None:

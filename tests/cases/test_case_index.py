@@ -40,7 +40,15 @@ FILES = {
     "many": "engine/torch/test_many_requests.py",
     "slow disk": "engine/torch/test_slow_disk.py",
     "transfer": "transfer/test_load.py",
+    "vllm pages": "vllm/test_pages.py",
+    "vllm faults": "vllm/test_faults.py",
+    "vllm restart": "vllm/test_restart.py",
+    "vllm ranks": "vllm/test_ranks_and_company.py",
     "api": "api/test_openai_client.py",
+    "accounts": "api/test_accounts.py",
+    "tenants": "api/test_real_accounts.py",
+    "clients": "api/test_many_clients.py",
+    "serve": "cli/test_serve.py",
     "capabilities": "cases/test_capabilities.py",
     "boundaries": "engine/torch/test_boundaries.py",
     "names": "cases/test_shards_and_names.py",
@@ -96,12 +104,14 @@ C010  Weights that change while serving make what was stored a miss, in every ti
 C012  A shard of another split is never read as this one.
       names · test_a_shard_of_another_split_is_never_read_as_this_one_though_keys_agree
       representation · test_every_difference_in_layout_gives_another_digest
+      vllm pages · test_ranks_that_split_heads_never_read_each_other_s_part
 C013  A collision of hashes is a miss: token ids are compared.
       s01 · test_a_key_that_stands_over_other_tokens_is_a_miss
       loads · test_equal_keys_with_other_tokens_are_a_miss
       absences · test_keys_use_no_hash_of_python
 C014  Another layout of the engine's memory is another representation.
       s01 · test_another_layout_is_never_read_as_this_one
+      vllm pages · test_pages_come_back_bit_for_bit_into_other_blocks
 C016  Sizes that disagree are a miss for that request, and for no other.
       s01 · test_a_view_with_buffers_of_the_wrong_size_is_refused_and_others_are_served
       loads · test_a_destination_of_the_wrong_size_fails_the_load_alone
@@ -117,6 +127,7 @@ C020  Every length comes back, those across each batch limit too.
 C021  A load writes what matched and nothing beside it.
       names · test_a_load_writes_nothing_beyond_what_matched
       s02 · test_a_hit_is_floored_to_whole_pieces
+      vllm pages · test_pages_that_vllm_has_already_are_not_touched
 C022  At least one token is left to compute; only full blocks are stored.
       s02 · test_at_least_one_token_is_left_to_compute
       keys · test_only_full_blocks_have_keys
@@ -125,10 +136,13 @@ C023  What is being saved stays valid until its ticket is done, and is not read 
       prefix · test_kv_is_kept_until_it_is_saved
       scheduling · test_an_abort_while_a_save_holds_the_memory_that_another_waits_for_ends_both_well
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
+      vllm pages · test_what_is_copied_is_what_stood_there_when_the_step_ended
 C024  A load that was given up writes nothing afterwards; its memory is freed once, with its last read.
       s09 · test_a_cancelled_load_ends_and_touches_nothing_afterwards
       prefix · test_aborting_during_a_load_frees_the_memory_with_the_last_read
       scheduling · test_a_deadline_ends_a_request_in_every_state
+      vllm pages · test_a_request_that_is_over_gives_its_blocks_back_at_once_and_once
+      vllm faults · test_requests_aborted_amid_their_load_leave_nothing_behind
 C026  A read slower than every eviction is still right.
       s03 · test_a_read_slower_than_every_eviction_is_still_right
       sharing · test_what_another_process_reads_is_not_removed
@@ -143,14 +157,20 @@ C033  What failed to load is computed, and the answer is the same.
       s09 · test_the_tokens_before_a_bad_block_stay_usable
       s10 · test_the_tiny_model_gives_the_same_tokens_in_every_way
       prefix · test_a_load_that_fails_keeps_the_good_part_and_computes_the_rest
+      vllm faults · test_200_requests_at_once_with_one_read_in_ten_failing_answer_as_plain_vllm_does
 C035  No layer is attended before it was verified; a failure wakes everybody.
       s09 · test_a_layer_waited_for_is_right_and_so_are_all_before_it
       s09 · test_a_failure_wakes_everybody_who_waits
 C036  A tenant is apart in every tier, and finds its own again.
       s06 · test_another_salt_never_hits_beyond_what_is_shared
       s06 · test_tenants_share_exactly_the_blocks_that_were_declared_shared
-C037  A salt given over HTTP reaches the key.
+      vllm restart · test_a_tenant_s_prompt_is_found_with_its_salt_and_only_with_it
+C037  A salt given over HTTP, and a key's tenant, reach the names of blocks in every tier.
       api · test_five_salts_never_share_and_each_finds_its_own
+      tenants · test_five_tenants_one_prompt_through_memory_disk_and_a_restart
+C038  The salt of a tenant is none that a request can give; where there are keys, nobody is let in without one.
+      accounts · test_five_tenants_share_no_prefix_whatever_salt_they_give_and_each_finds_its_own
+      accounts · test_without_a_key_nothing_is_told_but_that_the_server_lives
 C040  Keys are the same in every process, version of Python and environment.
       s06 · test_keys_are_the_same_in_every_process
       format · test_names_are_those_of_the_golden_file
@@ -158,6 +178,7 @@ C041  No key uses Python's hash.
       absences · test_keys_use_no_hash_of_python
 C042  Ranks agree on keys.
       names · test_a_shard_of_another_split_is_never_read_as_this_one_though_keys_agree
+      vllm ranks · test_two_ranks_find_their_parts_after_a_restart
 C044  After a close or a kill everything is found, and nothing is written again.
       s05 · test_a_clean_restart_finds_everything_and_writes_nothing_again
       s05 · test_a_killed_process_loses_nothing_that_a_ticket_confirmed
@@ -192,10 +213,12 @@ C054  Files that are cut, longer or changed give misses, counted, with and witho
       damage · test_damaged_while_it_is_open_it_is_a_miss_that_is_counted_once_and_saved_anew
       flips · test_a_bit_changed_at_rest_in_any_extent_is_never_served_and_costs_one_load
       s08 · test_a_disk_without_direct_reads_and_without_holes_serves_all_the_same
+      vllm restart · test_files_that_were_cut_off_are_a_miss_and_the_answer_is_the_same
 C055  A full disk stops storing, hangs nobody, serves hits and resumes by itself.
       s08 · test_a_full_disk_stops_storing_serves_hits_and_resumes_by_itself
       pressure · test_on_a_real_full_file_system_the_oldest_give_way
       bounds · test_storing_resumes_when_the_disk_does_though_nothing_is_saved
+      vllm faults · test_a_full_disk_costs_only_saves
 C056  Files that are gone or replaced between match and load are a miss; what was published since stays.
       s08 · test_files_that_vanish_between_match_and_load_are_a_miss
       strangers · test_a_segment_that_is_replaced_while_it_is_known_is_lost
@@ -206,6 +229,9 @@ C058  A bad block is tried once, and found again once it was saved again.
 C059  A tier that hangs delays no request by more than its patience.
       s08 · test_a_writer_that_hangs_delays_no_match_and_no_load
       hanging · test_what_faster_tiers_have_counts_when_a_lookup_hangs
+      vllm pages · test_a_read_that_hangs_ends_at_the_deadline_and_never_touches_a_page_again
+C060  A load that failed is reported with what it lacks, and the engine computes it.
+      vllm pages · test_a_read_that_fails_is_reported_with_the_blocks_that_lack_something
 C061  A load that fails ends by itself, with no other request there.
       s08 · test_a_read_that_hangs_ends_at_the_deadline
       prefix · test_a_load_past_its_deadline_is_computed_in_fresh_memory
@@ -240,9 +266,15 @@ C082  Writers never share a temporary name, and leave none behind.
 C083  What is published is not replaced by who comes later.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       s07 · test_threads_that_save_the_same_prompts_store_each_once
+C100  Usage is the same streamed and whole, what is written is a part of the prompt, and nothing is counted twice.
+      accounts · test_usage_is_the_same_streamed_and_whole
+      accounts · test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters
+      clients · test_many_clients_that_leave_when_they_like_leave_nothing_behind
 C106  What a request that gave way gets back is no hit: cached tokens are never more than those of the prompt.
       scheduling · test_the_younger_gives_its_memory_and_goes_on_from_the_cache
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
+      accounts · test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request
+      accounts · test_a_fault_in_keeping_accounts_reaches_no_request
 C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
       states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
       s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
@@ -266,6 +298,12 @@ C122  Of two classes the longer one wins in either order, and a head is kept wit
       retention · test_a_head_grows_as_old_as_what_continues_it
 C123  Nothing is executed from what is read.
       absences · test_nothing_runs_what_it_reads
+C125  It listens on loopback unless told otherwise or keys are asked for, and what tells of all is an operator's.
+      serve · test_an_address_that_others_reach_needs_leave
+      accounts · test_without_a_key_nothing_is_told_but_that_the_server_lives
+      accounts · test_metrics_tell_of_all_tenants_to_an_operator_alone
+C126  Nothing over HTTP clears, exports or imports what is stored, and no error names a folder.
+      accounts · test_nothing_over_http_clears_exports_or_imports_what_is_stored
 C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhere.
       names · test_names_of_files_are_short_and_say_nothing
       s06 · test_a_salt_stands_nowhere_on_the_medium
@@ -281,14 +319,14 @@ C138  A directory is private to its user whatever the umask; to another one a mi
 """
 
 ELSEWHERE = {
-    "prefill and decode apart": ("C032", "C060", "C063", "C102", "C103"),
+    "prefill and decode apart": ("C032", "C063", "C102", "C103"),
     "ranks that must act together": ("C064",),
     "a router": ("C043", "C108", "C109", "C110", "C111", "C113"),
-    "keys and endpoints of the server": ("C038", "C125", "C126", "C129"),
+    "keys and endpoints of the server": ("C129",),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
     "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
-    "usage and prices": ("C098", "C099", "C100", "C105"),
+    "usage and prices": ("C098", "C099", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }
 

@@ -51,7 +51,7 @@ def test_many_blocks_lie_in_few_files() -> None:
     """100,000 blocks of 64 KiB, in a cache that they fill."""
     small = Representation(kind="gqa", layout="x/1", dtype="float16", layer_bytes=(16 << 10,) * 4)
     total = 100_000 * (64 << 10)
-    assert total / segment_capacity(small, capacity_bytes=total) < 300
+    assert total / segment_capacity(small, capacity_bytes=total) <= 256
 
 
 def test_seventy_crashes_leave_a_directory_that_opens_within_its_cap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -135,6 +136,16 @@ def test_stat_tells_why_a_server_stores_nothing(kv_root: Path, run: Run, monkeyp
     monkeypatch.undo()
     monkeypatch.setattr(looking.os, "ST_RDONLY", -1)
     assert "its file system is read-only" in run("stat", "--directory", kv_root)
+
+
+def test_stat_tells_that_the_days_writes_are_spent(kv_root: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    family(kv_root)
+    (device,) = run.json("stat", "--directory", kv_root)["devices"]
+    assert device["paused"] == ""
+    monkeypatch.setenv("HEADSTART_CACHE_WRITE_BUDGET", str(4 * device["live_bytes"]))
+    assert re.search(r"not storing  cache.write_budget \(\d+ MiB a day.* is used up", run("stat", "--directory", kv_root))
+    monkeypatch.setenv("HEADSTART_CACHE_WRITE_BUDGET", "unlimited")
+    assert "not storing" not in run("stat", "--directory", kv_root)
 
 
 def test_stat_tells_a_device_that_is_being_drained_and_each_ones_part(

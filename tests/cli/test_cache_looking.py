@@ -75,6 +75,17 @@ def test_show_tells_a_promise_only_as_long_as_it_holds(tmp_path: Path, run: Run)
     assert "promised        until 2" in run("show", key_of(two), *here)
 
 
+def test_show_tells_the_class_of_each_block_that_differs(tmp_path: Path, run: Run) -> None:
+    one, two = family(tmp_path / "kv")
+    here = ("--directory", tmp_path / "kv")
+    said = run("show", key_of(two), *here)
+    assert re.search(r"class, tenant +chat, acme +\(of its last block", said)
+    first, last = [line for line in said.splitlines() if line.startswith("extent")]
+    assert first.endswith(", default, -")
+    assert "chat" not in last
+    assert "(of its last block" not in run("show", key_of(one), *here)
+
+
 def test_every_reason_that_eviction_gives_is_told_in_words() -> None:
     source = "".join(path.read_text() for path in Path(disk.__file__).parent.glob("*.py"))
     given = set(re.findall(r'evict\([^"\n]*"([a-z-]+)"\)', source)) | set(

@@ -7,14 +7,16 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headstart.api.keys import append_key, make_key
 from headstart.cli import run_cli, serve
-from headstart.cli.serve import bound, url_of
+from headstart.cli.serve import accounts_of, bound, url_of
 from headstart.config import Config, ServerConfig, load_config
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, UsageLogFailed
 
 
 def test_port_0_takes_a_free_one_and_the_address_names_it() -> None:
@@ -43,6 +45,25 @@ def test_with_leave_it_listens_for_others() -> None:
     bound(ServerConfig(host="0.0.0.0", port=0, allow_remote=True)).close()
 
 
+def test_with_keys_it_listens_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_key(tmp_path / "keys", make_key({"tenant": "a"}).key)
+    bound(ServerConfig(host="0.0.0.0", port=0, keys=tmp_path / "keys")).close()
+    assert run_cli(["serve", "--keys", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert "make one with headstart keys add" in capsys.readouterr().err
+
+
+def test_where_there_are_keys_a_usage_log_that_cannot_be_kept_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    append_key(tmp_path / "keys", make_key({"tenant": "a"}).key)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageLogFailed):
+        accounts_of(ServerConfig(keys=tmp_path / "keys", usage_log=tmp_path / "file"))
+    assert accounts_of(ServerConfig(usage_log=tmp_path / "file")).log is None
+    assert "this server keeps none" in caplog.text
+    assert accounts_of(ServerConfig(usage_keep="0")).log is None
+
+
 def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
     run = asyncio.run
@@ -54,7 +75,7 @@ def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPat
             threading.Event().wait(0.01)
 
     with bound(ServerConfig(port=0)) as listener:
-        server = serve._Server(Config(), listener)
+        server = serve._Server(Config(server=ServerConfig(usage_keep="0")), listener)
 
         def signalled_first(serving: Coroutine[Any, Any, None]) -> None:
             signal.raise_signal(signal.SIGTERM)
@@ -75,7 +96,7 @@ def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPat
 def test_a_request_that_was_cut_while_going_down_is_no_bug_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("uvicorn.error")
     with bound(ServerConfig(port=0)) as listener:
-        server = serve._Server(Config(), listener)
+        server = serve._Server(Config(server=ServerConfig(usage_keep="0")), listener)
     log.addFilter(server._is_worth_a_line)
     try:
         log.error("a bug before", exc_info=asyncio.CancelledError())

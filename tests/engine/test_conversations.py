@@ -13,7 +13,7 @@ class Asked:
         self.answer = answer
         self.prefixes: list[tuple[list[int], str | None]] = []
 
-    def __call__(self, tokens: Sequence[int], salt: str | None, identity: object) -> bool:
+    def __call__(self, tokens: Sequence[int], salt: str | bytes | None, shared_tokens: int, identity: object) -> bool:
         self.prefixes.append((list(tokens), salt))
         return self.answer
 

@@ -25,7 +25,7 @@ from headstart.testing.round_trip import finish, load, match, save
 from headstart.tier.base import RawExtent
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import RealDisk
-from headstart.transfer import native
+from headstart.transfer import batch, native
 from headstart.transfer.batch import Batch
 from headstart.transfer.load import Load
 
@@ -499,6 +499,30 @@ def test_layer_0_of_everything_is_asked_for_first(tmp_path: Path, monkeypatch: p
     assert not requests["head_bytes"][len(LENGTHS) :].any()
     turns = [(int(parts["layer"][r["first_part"]]), int(r["start"])) for r in requests]
     assert turns == sorted(turns)
+
+
+def test_a_load_that_cannot_be_laid_out_ends_at_once_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lay_out = batch.lay_out
+
+    def fails(*arguments: Any, rest: bool, **options: Any) -> Any:
+        if rest:
+            raise MemoryError("no memory for the tables")
+        return lay_out(*arguments, rest=rest, **options)
+
+    if native.reader() is None:
+        pytest.skip("headstart was installed without its C reader")
+    with opened(tmp_path, WIDE) as cache:
+        kv = stored(cache, WIDE)
+        monkeypatch.setattr(batch, "lay_out", fails)
+        loaded = load(cache, kv)
+        assert loaded.usable_tokens == 0
+        assert {fault.reason for fault in loaded.load.faults} == {"error"}
+        monkeypatch.undo()
+        assert load(cache, kv).usable_tokens == PIECES * WIDE.piece_tokens
+    assert "could not be laid out" in caplog.text
+    assert open_segments(tmp_path) == 0
 
 
 def test_a_reader_that_is_not_whole_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

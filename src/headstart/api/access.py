@@ -8,12 +8,20 @@ machine, Origin, where there is one, too. A server that others may reach cannot 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headstart.api.errors import Forbidden, UnsupportedMediaType, error_response
+from headstart.api.accounts import Accounts
+from headstart.api.errors import Forbidden, UnsupportedMediaType, WrongKey, error_response
+from headstart.api.keyring import ANYBODY, Caller
+
+OPEN = frozenset({"/health", "/ready", "/version"})  # for whoever watches over the server; they tell of nobody
+_CALLER = "headstart.caller"
 
 
 def is_loopback(host: str) -> bool:
@@ -66,6 +74,34 @@ class HostCheck:
 
     def _is_ours(self, host: str) -> bool:
         return host == self._host or is_loopback(host)
+
+
+class KeyCheck:
+    """Let in whoever has a key, where there are keys; everything but `OPEN` is behind it. `on_error` makes the answer to who
+    has none."""
+
+    def __init__(
+        self, app: ASGIApp, accounts: Accounts, *, on_error: Callable[[Request, Exception], Awaitable[Response]]
+    ) -> None:
+        self._app = app
+        self._accounts = accounts
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                scope[_CALLER] = self._accounts.caller(Headers(scope=scope))
+            except WrongKey as error:
+                response = await self._on_error(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who sent a request."""
+    caller: Caller = request.scope.get(_CALLER, ANYBODY)
+    return caller
 
 
 def _host_of(url: str) -> str:

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,30 +16,36 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.api import metrics, streaming
-from headstart.api.access import HostCheck, require_json
+from headstart.api import metrics, receipts
+from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
+from headstart.api.accounts import Account
+from headstart.api.ask import Ask
 from headstart.api.dialects import chat, completions
-from headstart.api.dialects.base import About, Dialect, Shape
-from headstart.api.errors import BodyTooLarge, error_response, plain_response
+from headstart.api.dialects.base import About, Dialect
+from headstart.api.errors import BodyTooLarge, BodyTooSlow, NoSuchReceipt, error_response, plain_response
 from headstart.api.generation import Generation
 from headstart.api.pieces import Piece, joined
+from headstart.api.receipts import Times
 from headstart.api.service import Service
+from headstart.api.streaming import STALL_S, EventStream
 from headstart.errors import HeadstartError, RequestError
 
 log = logging.getLogger("headstart")
 T = TypeVar("T")
 
 BODY_BYTES = 32 << 20
+BODY_S = 60.0  # in which a body must have come
 INLINE_BYTES = 64 << 10  # parsed on the loop, in well under a millisecond
 
 
-def build_app(service: Service, *, host: str) -> ASGIApp:
-    """Return the application that serves what `service` has, now and as it changes. `host`: the address it listens on."""
+def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIApp:
+    """Return the application that serves what `service` has, now and as it changes. `host`: the address it listens on;
+    `stall_s`: how long a client may leave a stream unread."""
 
     async def health(request: Request) -> Response:
         status, content = service.health()
@@ -48,6 +55,7 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
         return _json({"version": __version__})
 
     async def scrape(request: Request) -> Response:
+        caller_of(request).require_operator()
         text = await asyncio.to_thread(service.metrics.exposition)
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
@@ -58,14 +66,48 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
     async def model(request: Request) -> Response:
         return _json(service.model_object(request.path_params["name"]))
 
+    async def receipt(request: Request) -> Response:
+        id = request.path_params["id"]
+        told = service.accounts.receipts.find(id, caller_of(request).tenant)
+        if told is None:
+            raise NoSuchReceipt(
+                f"there is no request {id[:64]!r}; receipts are kept for an hour, of the latest {receipts.MOST}",
+                code="not_found",
+            )
+        return _json(told)
+
     def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         return partial(answer, dialect)
 
     async def answer(dialect: Dialect, request: Request) -> Response:
         require_json(request.headers)
         served = service.require_served()
+        caller = caller_of(request)
+        id = f"refused-{uuid.uuid4().hex}"  # until it has one that its client knows
+        account = service.accounts.open(caller, endpoint=request.url.path, id=id, headers=request.headers)
+        try:
+            ask, generation = await begun(dialect, request, account)
+        except RequestError as error:
+            account.refused(error)
+            raise
+        except BaseException:  # the client has gone, or a bug
+            account.left()
+            raise
+        shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
+        if ask.stream:
+            timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
+            return EventStream(generation, shape, timing, stall_s=stall_s)
+        with generation:
+            answers = await _unless_gone(request, _whole(generation))
+        if answers is None:
+            return Response(status_code=499)  # nobody reads it; the log line says "abort"
+        return _json(shape.whole(answers, generation.usage()), headers=_timing(generation))
+
+    async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Generation]:
+        key = account.caller.key
+        most = BODY_BYTES if key is None or key.body_bytes is None else min(BODY_BYTES, key.body_bytes)
         with service.holding_body() as more:
-            body = await _body(request, more)
+            body = await _body(request, more, most=most)
             # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
             on_loop = len(body) <= INLINE_BYTES
             ask = (
@@ -74,21 +116,15 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
                 else await service.off_loop(dialect.parse, body, request.headers)
             )
             del body
-            generation = await service.start(ask)
-        shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
-        if ask.stream:
-            return _EventStream(generation, shape)
-        with generation:
-            answers = await _unless_gone(request, _whole(generation))
-        if answers is None:
-            return Response(status_code=499)  # nobody reads it; the log line says "abort"
-        return _json(shape.whole(answers, generation.usage()))
+            ask = replace(ask, caller=account.caller)
+            return ask, await service.start(ask, account)
 
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", scrape),
+            Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),
@@ -96,24 +132,35 @@ def build_app(service: Service, *, host: str) -> ASGIApp:
         ],
         exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
-    return _RequestId(HostCheck(app, host=host))  # the id outside of everything, so that the answer to a bug has its id too
+    checked = KeyCheck(app, service.accounts, on_error=_on_error)
+    return _RequestId(HostCheck(checked, host=host))  # the id outside of everything, so that the answer to a bug has its id too
 
 
-async def _body(request: Request, more: Callable[[int], None]) -> bytes:
-    """Return the body, each piece announced to `more`. Raises BodyTooLarge as soon as it is known to be, without the rest."""
+async def _body(request: Request, more: Callable[[int], None], *, most: int) -> bytes:
+    """Return the body, each piece announced to `more`. Raises BodyTooLarge as soon as it is known to have more than `most`
+    bytes, without the rest, and BodyTooSlow when it takes too long."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _read(request, more, most)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body did not come within {BODY_S:g} s; send it faster", code="request_timeout") from error
+
+
+async def _read(request: Request, more: Callable[[int], None], most: int) -> bytes:
     told = request.headers.get("content-length", "")
     size = int(told) if told.isdecimal() else 0
     chunks: list[bytes] = []
-    if size <= BODY_BYTES:
+    if size <= most:
         size = 0
         async for chunk in request.stream():
             size += len(chunk)
-            if size > BODY_BYTES:
+            if size > most:
                 break
             more(len(chunk))
             chunks.append(chunk)
-    if size > BODY_BYTES:
-        raise BodyTooLarge(f"the body is larger than {BODY_BYTES >> 20} MiB", code="request_too_large")
+    if size > most:
+        limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
+        raise BodyTooLarge(f"the body is larger than {limit}", code="request_too_large")
     return b"".join(chunks)
 
 
@@ -138,19 +185,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
     finally:
         task.cancel()
         leaving.cancel()
-
-
-class _EventStream(StreamingResponse):
-    """A stream that ends its request in the engine however it ends itself, begun or not."""
-
-    def __init__(self, generation: Generation, shape: Shape) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(streaming.events(generation, shape), media_type="text/event-stream", headers=headers)
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await super().__call__(scope, receive, send)
 
 
 class _RequestId:
@@ -196,6 +230,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The error itself is for the log; of a bug the server writes the traceback there."""
     return plain_response(500, "the server failed on this request; its log has the details")
+
+
+def _timing(generation: Generation) -> dict[str, str] | None:
+    receipt = generation.answers[0].receipt
+    if receipt is None:
+        return None
+    return {"server-timing": Times.of(receipt, tokenise_s=generation.account.tokenise_s).header}
 
 
 def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from headstart.api.keyring import ANYBODY, Caller
 from headstart.errors import RequestError
 
 SESSION_CHARACTERS = 256
@@ -20,6 +21,24 @@ class Handling:
     priority: int = 0
     session: str = ""
     retention: str = "default"
+    deadline_s: float | None = None  # from the request's arrival
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools may be called, or must be, and then which: of `names`, or any."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """JSON as the answer: any object, or what `schema` describes. Not `strict`: as far as it can be enforced."""
+
+    schema: Mapping[str, Any] | None = None
+    strict: bool = True
+    param: str = "response_format"  # where the client wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +46,17 @@ class Ask:
     """Either `messages`, in the form of chat completions that `render` takes, or `prompt`, a text or token ids.
 
     None: not said, so the model's own default holds. `sampling`: fields of `Sampling` by name, those that were said.
+    `tools` are in the form of chat completions; `parallel_calls`: whether one answer may have several. `template`: what the
+    chat template is told beside messages. `echo`: what the dialect repeats in its answer.
     `logprobs` as in `GenerationRequest`. `ignored`: fields that nobody knows, for the log."""
 
     id_prefix: str  # of the answer's id, as the dialect's clients know it
     messages: tuple[Any, ...] | None = None
     tools: tuple[Any, ...] | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    format: Format | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | tuple[int, ...] = ""
     model: str | None = None
     max_tokens: int | None = None
@@ -46,7 +71,9 @@ class Ask:
     stream: bool = False
     include_usage: bool = False  # in a stream, where the dialect leaves the choice
     ignored: tuple[str, ...] = ()
+    echo: Mapping[str, Any] = field(default_factory=dict)
     handling: Handling = Handling()
+    caller: Caller = ANYBODY
 
     @property
     def prompt_param(self) -> str:
@@ -55,14 +82,23 @@ class Ask:
 
 
 def handling_of(headers: Mapping[str, str]) -> Handling:
-    """Return what x-headstart-priority, -session and -retention say. Raises RequestError naming the header."""
+    """Return what x-headstart-priority, -session, -retention and -deadline say. Raises RequestError naming the header."""
     said = {name: headers.get(f"x-headstart-{name}", "").strip() for name in ("priority", "session", "retention")}
     if not re.fullmatch(r"[+-]?[0-9]{1,4}|", said["priority"]):
         raise _wrong("x-headstart-priority", f"must be a whole number between -9999 and 9999, but is {said['priority'][:64]!r}")
     for name, most in (("session", SESSION_CHARACTERS), ("retention", RETENTION_CHARACTERS)):
         if len(said[name]) > most or not said[name].isprintable():
             raise _wrong(f"x-headstart-{name}", f"must have at most {most} printable characters")
-    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default")
+    deadline_s = _deadline(headers.get("x-headstart-deadline", "").strip())
+    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default", deadline_s)
+
+
+def _deadline(text: str) -> float | None:
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or not float(text):
+        raise _wrong("x-headstart-deadline", f"must be seconds above 0, such as 30 or 2.5, but is {text[:64]!r}")
+    return float(text)
 
 
 def _wrong(param: str, must: str) -> RequestError:

@@ -12,48 +12,74 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
 
+from headstart.api.accounts import Account
+from headstart.api.answering import Answering
 from headstart.api.ask import Ask
-from headstart.api.errors import GenerationFailed, NotReady
+from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
 from headstart.api.pieces import Piece, Told
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
+from headstart.errors import RequestError
 from headstart.render import TextStream
+from headstart.render.answers import Call, Part, Text
 
+MOST_UNREAD = 4096  # tokens that a client may leave lying when it has taken none for STUCK_S; a burst may be larger
+STUCK_S = 5.0
+MOST_BURST = 16 * MOST_UNREAD
 RECEIPT_WAIT_S = 10.0  # how long answers that ended on a stop text wait for the engine's last word
 
 
 class Answer:
     """One answer. `finish` is known when its text has ended, `receipt` when the engine has done with it."""
 
-    def __init__(self, index: int, request: GenerationRequest, served: Served, ask: Ask) -> None:
+    def __init__(self, index: int, request: GenerationRequest, served: Served, ask: Ask, answering: Answering) -> None:
         self.index = index
         self.request = request
         self.finish: FinishReason | None = None
         self.receipt: Receipt | None = None
         self.error: str | None = None
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # of them
         self.read = False  # whether its text has been taken to its end, or nobody takes it any more
         self.reported = False
         self._token_bytes = served.renderer.token_bytes
-        self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens)
+        self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens, special=answering.reads)
+        self._reader = answering.reader()
+        self._one_call = not ask.parallel_calls
+        self._called = False
         self._told: list[Told] | None = None if ask.logprobs is None else []  # of tokens whose text is held
 
     def take(self, event: TokenEvent) -> Piece:
         """Return what `event` lets go, and `finish` if that is all."""
         if self.read:  # on its way when a stop text had ended the answer
-            return Piece(self.index, "")
+            return Piece(self.index)
         text = ""
         if event.token is not None:
             self.completion_tokens += 1
+            if self._reader is not None and self._reader.reasoning:
+                self.reasoning_tokens += 1
             self._tell(event)
             text = self._text.push(event.token)
         if event.finish is not None:
             text += self._text.finish()
-        if self._text.stopped:
+        ended = self._text.stopped or event.finish is not None
+        parts = self._parts(text, ended=ended)
+        enough = self._one_call and self._called
+        if self._text.stopped or enough:
             self.finish = "stop"
-        self.read = self._text.stopped or event.finish is not None
-        return Piece(self.index, text, self._told_of(text), self.finish if self.read else None)
+        self.read = ended or enough
+        return Piece(self.index, tuple(parts), self._told_of(text), self.finish if self.read else None, self._text.met)
+
+    def _parts(self, text: str, *, ended: bool) -> list[Part]:
+        if self._reader is None:
+            return [Text(text)] if text else []
+        parts = self._reader.push(text)
+        if ended:
+            parts += self._reader.finish()
+        calls = [at for at, part in enumerate(parts) if isinstance(part, Call)]
+        self._called = self._called or bool(calls)
+        return parts[: calls[0] + 1] if calls and self._one_call else parts
 
     def _tell(self, event: TokenEvent) -> None:
         if self._told is not None and event.token is not None and event.logprobs is not None:
@@ -83,19 +109,24 @@ class Generation:
         requests: Sequence[GenerationRequest],
         served: Served,
         ask: Ask,
+        answering: Answering,
         *,
+        account: Account,
         keepalive_s: float,
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
     ) -> None:
         self.id = id
-        self.answers = [Answer(index, request, served, ask) for index, request in enumerate(requests)]
+        self.account = account
+        self.answers = [Answer(index, request, served, ask, answering) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
         self._on_answer = on_answer
         self._on_landed = on_landed
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # bounded by max_tokens, thus the context
+        self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # MOST_UNREAD and a last one each
+        self._taken_s = self._loop.time()
+        self._unread = False  # so many tokens lay there that the request was ended
 
     def submit(self) -> None:
         """Give all to the engine, or none."""
@@ -114,20 +145,24 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece | None]:
         """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed, NotReady."""
         try:
+            quiet_from = self._loop.time()  # tokens may come for long without anything to be told, such as in a call
             while not all(answer.read for answer in self.answers):
                 try:
-                    async with asyncio.timeout(self._keepalive_s):
+                    async with asyncio.timeout_at(quiet_from + self._keepalive_s):
                         answer, event = await self._events.get()
+                    self._taken_s = self._loop.time()
                 except TimeoutError:
                     yield None
+                    quiet_from = self._loop.time()
                     continue
                 piece = answer.take(event)
-                if piece.text or piece.told or piece.finish is not None:
+                if piece.parts or piece.told or piece.finish is not None:
                     if piece.finish is not None and event.finish is None:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):
-                        raise _failure(event)
+                        raise self._failure(event)
                     yield piece
+                    quiet_from = self._loop.time()
             await self._receipts()
         finally:
             self._nobody_reads()
@@ -135,7 +170,11 @@ class Generation:
     def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
         receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
-        return Usage.of(receipt, output_tokens=sum(answer.completion_tokens for answer in self.answers))
+        return Usage.of(
+            receipt,
+            output_tokens=sum(answer.completion_tokens for answer in self.answers),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+        )
 
     def __enter__(self) -> Generation:
         return self
@@ -165,25 +204,56 @@ class Generation:
         if not answer.reported and answer.read and answer.receipt is not None and answer.finish is not None:
             answer.reported = True
             self._on_answer(answer)
+            if all(one.reported for one in self.answers):
+                self.account.ended(self)
 
     def _on_event(self, answer: Answer, event: TokenEvent) -> None:
         try:
             self._loop.call_soon_threadsafe(self._receive, answer, event)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            self._on_landed(self)
+        except RuntimeError:  # the loop is closed: nobody is left to tell, but the accounts
+            if event.finish is not None:
+                answer.read = True
+                self._land(answer, event)
 
     def _receive(self, answer: Answer, event: TokenEvent) -> None:
+        if event.finish is None and self._lie_unread():
+            return
         self._events.put_nowait((answer, event))
         if event.finish is not None:
-            answer.finish = answer.finish or event.finish
-            answer.receipt = event.receipt
-            answer.error = event.error
-            if all(one.receipt is not None for one in self.answers):
-                self._on_landed(self)
-            self._report(answer)
+            self._land(answer, event)
 
+    def _lie_unread(self) -> bool:
+        """Whether more would be too much to hold for a client that does not read; its request is ended then."""
+        lying = self._events.qsize()
+        stuck = lying >= MOST_UNREAD and self._loop.time() - self._taken_s > STUCK_S
+        if not self._unread and (stuck or lying >= MOST_BURST):
+            self._unread = True
+            self.abort()
+        return self._unread
 
-def _failure(event: TokenEvent) -> GenerationFailed | NotReady:
-    if event.finish == "error":
-        return GenerationFailed(event.error or "the engine failed", code="generation_failed")
-    return NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)
+    def _land(self, answer: Answer, event: TokenEvent) -> None:
+        answer.finish = answer.finish or event.finish
+        answer.receipt = event.receipt
+        answer.error = event.error
+        if all(one.receipt is not None for one in self.answers):
+            self._on_landed(self)
+        self._report(answer)
+
+    def _failure(self, event: TokenEvent) -> RequestError:
+        """Return why an answer ended before its end, and note it for the accounts."""
+        error = self._why(event)
+        self.account.status = error.status
+        return error
+
+    def _why(self, event: TokenEvent) -> RequestError:
+        deadline_s = self.answers[0].request.deadline_s
+        if event.finish == "error":
+            return GenerationFailed(event.error or "the engine failed", code="generation_failed")
+        if self._unread:
+            return ReaderTooSlow(
+                f"{MOST_UNREAD} tokens lay unread, so the answer was ended; read faster, or ask without stream",
+                code="reader_too_slow",
+            )
+        if deadline_s is not None and event.receipt is not None and event.receipt.total_s >= deadline_s:
+            return DeadlinePassed("the answer was not done within its deadline", code="deadline_exceeded")
+        return NotReady("the request was aborted because the server is shutting down", code="shutting_down", retry_after_s=5)

@@ -18,10 +18,12 @@ from headstart.cache.prefix_cache import CacheStatistics
 from headstart.engine.base import EngineLoad, Receipt
 
 if TYPE_CHECKING:
+    from headstart.api.accounts import Accounts
     from headstart.api.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_TOKENS = tuple(unit * 10**power for power in range(7) for unit in (1, 2, 5))
 _LABELS = ("model_name", "engine")
 _MOST_NAMES = 100  # of classes and of tenants: anybody may name one
 # Counters named <kind>_<something>, and what the something is.
@@ -55,6 +57,18 @@ class Metrics:
         self._first_token = seconds("time_to_first_token_seconds", "From submitting a request to its first token.")
         self._whole = seconds("e2e_request_latency_seconds", "From submitting a request to its end.")
         self._queue = seconds("request_queue_time_seconds", "How long a request waited for the engine.")
+        self._prefill = seconds("request_prefill_time_seconds", "From a request's turn to its first token.")
+        self._decode = seconds("request_decode_time_seconds", "From the first token of a request to its last.")
+        self._gap = seconds("inter_token_latency_seconds", "Between two tokens of a request, the mean of each.")
+        self._per_token = seconds("request_time_per_output_token_seconds", "Decoding time by tokens, of each request.")
+
+        def tokens(name: str, about: str, buckets: Sequence[float] = _TOKENS) -> Histogram:
+            return Histogram(f"vllm:{name}", about, _LABELS, buckets=buckets, registry=self._registry)
+
+        self._prompt = tokens("request_prompt_tokens", "Tokens of each prompt.")
+        self._generation = tokens("request_generation_tokens", "Tokens of each answer.")
+        self._most = tokens("request_params_max_tokens", "The most tokens that each request asked for.")
+        self._answers = tokens("request_params_n", "How many answers each request asked for.", (1, 2, 5, 10, 20))
         self._load = Histogram(
             "headstart_load_seconds", "Reading a cached prefix, verified.", _LABELS, buckets=_SECONDS, registry=self._registry
         )
@@ -77,6 +91,22 @@ class Metrics:
         if receipt.cached_tokens:
             self._load.labels(*labels).observe(receipt.load_s)
 
+        self._prompt.labels(*labels).observe(receipt.prompt_tokens)
+        self._generation.labels(*labels).observe(receipt.completion_tokens)
+        if receipt.first_token_s is not None:
+            decode_s = max(0.0, receipt.total_s - receipt.first_token_s)
+            self._prefill.labels(*labels).observe(max(0.0, receipt.first_token_s - receipt.queue_s))
+            self._decode.labels(*labels).observe(decode_s)
+            if receipt.completion_tokens > 1:
+                self._gap.labels(*labels).observe(decode_s / (receipt.completion_tokens - 1))
+                self._per_token.labels(*labels).observe(decode_s / (receipt.completion_tokens - 1))
+
+    def asked(self, *, answers: int, max_tokens: int) -> None:
+        """Count what a request that is given to the engine asks for."""
+        labels = _labels(self._service)
+        self._answers.labels(*labels).observe(answers)
+        self._most.labels(*labels).observe(max_tokens)
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -94,6 +124,7 @@ class _Scrape(Collector):
         if served is None:
             return
         labels = _labels(self._service)
+        yield from _account_metrics(self._service.accounts)
         statistics = None if served.cache is None else served.cache.statistics()
         yield from _engine_metrics(served.engine.load(), labels, cached=statistics is not None)
         if statistics is not None:
@@ -102,6 +133,31 @@ class _Scrape(Collector):
 
 def _labels(service: Service) -> tuple[str, str]:
     return (service.served.name if service.served else "", "0")
+
+
+def _account_metrics(accounts: Accounts) -> Iterator[Metric]:
+    """Return what each tenant used; without keys all are nobody. How many are named is bounded, the others are "*"."""
+    by_tenant = {name: dict(sums) for name, sums in accounts.by_tenant.copy().items()}
+    for name, column, about in (
+        ("headstart_tenant_requests", "requests", "Requests of a tenant, refused ones included."),
+        ("headstart_tenant_prompt_tokens", "prompt", "Tokens of a tenant's prompts."),
+        ("headstart_tenant_cached_memory_tokens", "cached_memory", "Tokens of a tenant's prompts that were found in memory."),
+        ("headstart_tenant_cached_disk_tokens", "cached_disk", "Tokens of a tenant's prompts that were found on disk."),
+        ("headstart_tenant_written_tokens", "written", "Tokens of a tenant's prompts that were accepted for writing."),
+        ("headstart_tenant_output_tokens", "output", "Tokens that a tenant was answered."),
+    ):
+        family = CounterMetricFamily(name, about, labels=("tenant",))
+        for tenant, sums in by_tenant.items():
+            family.add_metric((tenant,), sums[column])
+        yield family
+    counters = accounts.counters.snapshot() | ({} if accounts.log is None else accounts.log.counters.snapshot())
+    for name, counter, about in (
+        ("headstart_account_faults", "account_faults", "Failures in keeping accounts; no request failed for them."),
+        ("headstart_usage_clamped", "usage_clamped", "Requests whose numbers did not add up and were cut to what can be."),
+        ("headstart_usage_lines_lost", "usage_lines_lost", "Lines that could not be written to the usage log."),
+        ("headstart_usage_write_failed", "usage_write_failed", "Failures in writing the usage log, which is tried again."),
+    ):
+        yield CounterMetricFamily(name, about, value=counters.get(counter, 0))
 
 
 def _engine_metrics(load: EngineLoad, labels: tuple[str, str], *, cached: bool) -> Iterator[Metric]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from headstart.engine.base import FinishReason
+from headstart.render.answers import Call, Part, Reasoning, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +23,43 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of answer `index`. `told`: of the tokens whose text begins in it, None where nobody asked."""
+    """What came of answer `index`. `told`: of the tokens whose text begins in it, None where nobody asked. `stop`: the stop
+    text that ended the answer, where one did."""
 
     index: int
-    text: str
+    parts: tuple[Part, ...] = ()
     told: tuple[Told, ...] | None = None
     finish: FinishReason | None = None
+    stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Call))
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Return one answer's pieces, at least one of them, as one."""
+    """Return one answer's pieces, at least one of them, as one, whose parts are as long as can be."""
     told = [piece.told for piece in pieces if piece.told is not None]
     return Piece(
         pieces[-1].index,
-        "".join(piece.text for piece in pieces),
+        tuple(_merged(part for piece in pieces for part in piece.parts)),
         tuple(one for some in told for one in some) if told else None,
         pieces[-1].finish,
+        pieces[-1].stop,
     )
+
+
+def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+    for kind, run in groupby(parts, key=type):
+        if kind is Call:
+            yield from run
+        else:
+            yield kind("".join(part.text for part in run if not isinstance(part, Call)))

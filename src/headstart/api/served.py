@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headstart.api.shared import SharedPrefixes
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import Engine, GenerationRequest, Sampling
 from headstart.errors import ContextLengthExceeded
 from headstart.render import Renderer
+from headstart.render.answers import Family
+from headstart.render.constraints import Constraints
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,12 @@ class Served:
     defaults: Sampling = field(default_factory=Sampling)
     note: str | None = None
     cache: PrefixCache | None = None
+    shared: SharedPrefixes = field(default_factory=SharedPrefixes)
+    answers: Family | None = None  # how its answers are read; None: they are text
+    constraints: Constraints = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constraints", Constraints(self.renderer))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from headstart.api.accounts import Account, Accounts
+from headstart.api.answering import Answering
 from headstart.api.ask import Ask
-from headstart.api.errors import ModelNotFound, NotReady, TooManyWaiting
+from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
 from headstart.api.served import Served
@@ -31,6 +33,7 @@ T = TypeVar("T")
 
 KEEPALIVE_S = 10.0
 BODIES_BYTES = 128 << 20  # of all bodies that are being read, parsed or tokenised
+_LANDING_S = 2.0  # that aborted requests may take to end
 _LINES_ONCE = 256  # different remarks on requests that are logged before the log falls silent
 _NOT_LOADED = "the model could not be loaded; the server's log says why"
 
@@ -44,8 +47,9 @@ class Loading:
 class Service:
     """`max_waiting` bounds the requests that wait for the engine, those being tokenised included."""
 
-    def __init__(self, *, max_waiting: int = 256, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(self, *, max_waiting: int = 256, keepalive_s: float = KEEPALIVE_S, accounts: Accounts | None = None) -> None:
         self.keepalive_s = keepalive_s
+        self.accounts = accounts or Accounts()
         self.metrics = Metrics(self)
         self.created = int(time.time())
         self._max_waiting = max_waiting
@@ -120,37 +124,43 @@ class Service:
             "max_model_len": served.engine.info.context_tokens,
         }
 
-    async def start(self, ask: Ask) -> Generation:
+    async def start(self, ask: Ask, account: Account | None = None) -> Generation:
         """Tokenise and submit. Raises RequestError for whatever can be known before the first token."""
         served = self.require_served()
+        account = account or self.accounts.open(ask.caller, endpoint="", id="", headers={})
+        account.model = served.adapter_of(ask.model) or served.name
         self._log_ignored("unknown field", ask.ignored)
         if ask.model is not None and ask.model not in served.names:
             self._log_ignored("unknown model name", [ask.model])
         answers = min(ask.n, self._max_waiting)
         if served.engine.load().waiting + self._preparing + answers > self._max_waiting:
-            raise TooManyWaiting(
-                f"{self._max_waiting} requests are waiting already; try again in a moment",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            )
+            raise self.accounts.pace.too_many(self._max_waiting)
         self._preparing += answers
         try:
-            prompt = await self.off_loop(_prompt_ids, served, ask)
+            prompt, answering = await self.off_loop(_prepared, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                self._log_once(await self.off_loop(_about_tools, served, ask, prompt))
+                if said := await self.off_loop(_about_tools, served, ask, prompt):
+                    self._log_once(said)
             self.require_served()  # the server may have begun to go down meanwhile
-            id = f"{ask.id_prefix}{uuid.uuid4().hex}"
+            account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
+            account.tokenised(len(prompt))
+            requests = _requests(id, served, ask, prompt, answering, deadline_s=self._deadline_s(ask, account))
+            account.session, account.retention = ask.handling.session, requests[0].retention
+            account.max_tokens = requests[0].max_tokens
             generation = Generation(
                 id,
-                _requests(id, served, ask, prompt),
+                requests,
                 served,
                 ask,
+                answering,
+                account=account,
                 keepalive_s=self.keepalive_s,
                 on_answer=self._ended,
                 on_landed=self._landed,
             )
             self._flights[id] = generation
+            self.metrics.asked(answers=len(requests), max_tokens=requests[0].max_tokens)
             try:
                 generation.submit()
             except BaseException:
@@ -159,6 +169,16 @@ class Service:
         finally:
             self._preparing -= answers
         return generation
+
+    def _deadline_s(self, ask: Ask, account: Account) -> float | None:
+        """Return how many seconds a request has left, None for any number. Raises DeadlinePassed."""
+        asked = [one for one in (ask.handling.deadline_s, self.accounts.deadline_s) if one is not None]
+        if not asked:
+            return None
+        left_s = min(asked) - account.tokenise_s
+        if left_s <= 0:
+            raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
+        return left_s
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Return what `work` returns, run beside the loop, a few at a time."""
@@ -204,10 +224,14 @@ class Service:
             await asyncio.sleep(0.05)
         for generation in list(self._flights.values()):
             generation.abort()
+        ends = time.monotonic() + _LANDING_S
+        while self._flights and time.monotonic() < ends:  # so that who asked is told
+            await asyncio.sleep(0.02)
 
     def close(self) -> None:
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.accounts.close()
 
     def _landed(self, generation: Generation) -> None:
         self._flights.pop(generation.id, None)
@@ -232,45 +256,66 @@ class Service:
             log.info("%s", line)
 
 
+def _prepared(served: Served, ask: Ask) -> tuple[tuple[int, ...], Answering]:
+    prompt = _prompt_ids(served, ask)
+    return prompt, Answering(served, ask, prompt)
+
+
 def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
     """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
     context = served.engine.info.context_tokens
     if ask.messages is not None:
-        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, context_tokens=context))
+        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, arguments=ask.template, context_tokens=context))
     return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
 
 
-def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str:
-    """Return what becomes of the tools in `prompt`: a template without a place for them says nothing."""
+def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:
+    """Return what does not become of the tools in `prompt`: a template without a place for them says nothing."""
     try:
         ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
     except RequestError:  # the template takes these messages with their tools alone
         ignored = False
     if ignored:
         return f"the chat template of {served.name} has no place for tools; they are ignored"
-    return "tools enter the prompt, but what a model answers to them is given as text, not as tool_calls, yet"
+    if served.answers is None:
+        return (
+            f"how {served.name} writes calls of tools is not known, so they are given as text; name its family with --answers"
+        )
+    return None
 
 
-def _requests(id: str, served: Served, ask: Ask, prompt: tuple[int, ...]) -> list[GenerationRequest]:
+def _requests(
+    id: str, served: Served, ask: Ask, prompt: tuple[int, ...], answering: Answering, *, deadline_s: float | None
+) -> list[GenerationRequest]:
     """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
     first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=ask.prompt_param)
-    ends: frozenset[int] = frozenset() if ask.ignore_eos else first.stop_ids
+    # What is held to a form ends with it.
+    ends: frozenset[int] = frozenset() if ask.ignore_eos and not answering.held else first.stop_ids
     first = replace(
         first,
         stop_ids=ends | ask.stop_ids,
         min_tokens=ask.min_tokens,
         logprobs=ask.logprobs,
-        salt=ask.salt,
+        salt=ask.caller.salt(ask.salt),
+        shared_tokens=served.shared.tokens(prompt),
         adapter=served.adapter_of(ask.model),
-        priority=ask.handling.priority,
-        session=ask.handling.session,
-        retention=ask.handling.retention,
+        priority=ask.caller.priority(ask.handling.priority),
+        tenant=ask.caller.tenant,
+        session=ask.caller.session(ask.handling.session),
+        retention=ask.caller.retention if ask.handling.retention == "default" else ask.handling.retention,
+        deadline_s=deadline_s,
+        constraint=answering.constraint(),
     )
     if ask.n == 1:
         return [first]
     seed = first.sampling.seed
     return [
-        replace(first, id=f"{id}-{index}", sampling=replace(first.sampling, seed=None if seed is None else seed + index))
+        replace(
+            first,
+            id=f"{id}-{index}",
+            sampling=replace(first.sampling, seed=None if seed is None else seed + index),
+            constraint=answering.constraint(),
+        )
         for index in range(ask.n)
     ]
 
@@ -292,11 +337,11 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
 
 def paused_tiers(statistics: CacheStatistics) -> list[str]:
     """Return a sentence for every tier that stores nothing now, and for every device of one that does not take part."""
-    said = [
-        f"nothing is stored in the tier {tier.name!r} for now, what is there is still read: {tier.paused}"
-        for tier in statistics.tiers
-        if tier.paused
-    ]
+    said = []
+    for tier in statistics.tiers:
+        if tier.paused:
+            read = ", what is there is still read" if tier.blocks else ""
+            said.append(f"nothing is stored in the tier {tier.name!r} for now{read}: {tier.paused}")
     return said + [
         f"device {device.name} of the tier {tier.name!r} takes nothing for now: {device.paused}"
         for tier in statistics.tiers

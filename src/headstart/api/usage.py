@@ -18,6 +18,7 @@ class Usage:
     written_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0  # of the output
+    clamped: bool = False  # the engine's numbers did not add up; these do
 
     def __post_init__(self) -> None:
         assert 0 <= self.cached_tokens <= self.prompt_tokens
@@ -26,12 +27,20 @@ class Usage:
 
     @classmethod
     def of(cls, receipt: Receipt, *, output_tokens: int, reasoning_tokens: int = 0) -> Usage:
+        """Return what a receipt says. Numbers that cannot be are cut to what can, and fail no request."""
+        prompt = max(0, receipt.prompt_tokens)
+        memory = min(max(0, receipt.cached_memory_tokens), prompt)
+        disk = min(max(0, receipt.cached_disk_tokens), prompt - memory)
+        written = min(max(0, receipt.written_tokens), prompt - memory - disk)
+        said = (receipt.prompt_tokens, receipt.cached_memory_tokens, receipt.cached_disk_tokens, receipt.written_tokens)
         return cls(
-            prompt_tokens=receipt.prompt_tokens,
-            cached_memory_tokens=receipt.cached_memory_tokens,
-            cached_disk_tokens=receipt.cached_disk_tokens,
+            prompt_tokens=prompt,
+            cached_memory_tokens=memory,
+            cached_disk_tokens=disk,
+            written_tokens=written,
             output_tokens=output_tokens,
-            reasoning_tokens=reasoning_tokens,
+            reasoning_tokens=min(reasoning_tokens, output_tokens),
+            clamped=said != (prompt, memory, disk, written),
         )
 
     @property

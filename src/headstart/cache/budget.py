@@ -27,6 +27,16 @@ class WriteBudget:
         self._counters = counters
         self._admissions: dict[Source, Admission] = {}
         self._say_due = time.monotonic()
+        self._kept_nothing: dict[
+            Source, int
+        ] = {}  # whose last prompt that lacked something got none of it in; bytes of a piece
+
+    def why_not(self, source: Source) -> str:
+        """Return why a new prompt is not stored now, "" where one is. For any thread."""
+        piece_bytes, admission = self._kept_nothing.get(source), self._admissions.get(source)
+        if not piece_bytes or admission is None or admission.keeps_new(block_bytes=piece_bytes, now_s=time.monotonic()):
+            return ""
+        return used_up(self._budget_bytes or 0)
 
     def limit(
         self,
@@ -59,6 +69,10 @@ class WriteBudget:
             if ends and limit < everything:
                 limit = max((pieces for pieces in ends if pieces <= limit), default=0)
             admission.refund((admitted - int(np.count_nonzero(~present[:limit]))) * piece_bytes)
+            if limit > leading:
+                self._kept_nothing.pop(source, None)
+            else:
+                self._kept_nothing[source] = piece_bytes
             if limit < everything:
                 self._say_short(source, now_s)
             return limit
@@ -75,3 +89,11 @@ class WriteBudget:
             source.tier.name,
             (self._budget_bytes or 0) >> 20,
         )
+
+
+def used_up(budget_bytes: int) -> str:
+    """Return what is said where nothing of a new prompt is worth what is left of the budget."""
+    return (
+        f"cache.write_budget ({budget_bytes >> 20} MiB a day, a fifth of it at once) is used up: new prompts are stored again "
+        "as it accrues; raise it to store more"
+    )

@@ -32,7 +32,9 @@ def counted(counters: Counters, tier: Tier, verb: str) -> Iterator[None]:
         yield
     except (StoreError, OSError) as error:
         counters.add(f"tier_failed_{verb}")
-        _log.warning("tier %r failed in %s: %s", tier.name, verb, error)
+        # A tier says itself, once, that nothing of it is there.
+        level = logging.DEBUG if isinstance(error, StoreError) and error.facts.get("reason") == "gone" else logging.WARNING
+        _log.log(level, "tier %r failed in %s: %s", tier.name, verb, error)
 
 
 class Quarantine:

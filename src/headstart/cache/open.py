@@ -27,10 +27,16 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
     opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
+    return open_caches(config, identity=identity, representations=[representation])[0]
+
+
+def open_caches(config: CacheConfig, *, identity: Identity, representations: Sequence[Representation]) -> list[PrefixCache]:
+    """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
+    what is stored of several shards. Closing one closes the tiers of all."""
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
-    write_budget_bytes: int | None = None
+    budget_bytes: int | None = None
     memory_bytes = parse_size(config.memory) if config.enabled else 0
     if memory_bytes:
         try:
@@ -44,7 +50,8 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
                 disk = _open_disk(config)
                 tiers.append(disk)
                 logged = disk.warnings
-                write_budget_bytes = _write_budget(config, [device.path for device in disk.devices])
+                directories = [device.path for device in disk.devices] or config.directories
+                budget_bytes = write_budget_bytes(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     publisher = None
@@ -55,15 +62,18 @@ def open_cache(config: CacheConfig, *, identity: Identity, representation: Repre
             warnings.append(f"no KV events: {error.strerror}; stop what listens there, or change cache.kv_events")
     for warning in warnings:
         _log.warning("%s", warning)
-    return PrefixCache(
-        tiers,
-        identity=identity,
-        representation=representation,
-        load_timeout_s=config.load_timeout_s,
-        write_budget_bytes=write_budget_bytes,
-        warnings=[*warnings, *logged],
-        publisher=publisher,
-    )
+    return [
+        PrefixCache(
+            tiers,
+            identity=identity,
+            representation=one,
+            load_timeout_s=config.load_timeout_s,
+            write_budget_bytes=budget_bytes,
+            warnings=[*warnings, *logged],
+            publisher=publisher if number == 0 else None,
+        )
+        for number, one in enumerate(representations)
+    ]
 
 
 def _publisher(endpoint: str) -> Publisher:
@@ -99,7 +109,10 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         return tier
 
     return DeviceTier.open(
-        config.directories, open_directory=open_directory, capacities=lambda rooms: capacities_of(config, rooms)
+        config.directories,
+        open_directory=open_directory,
+        capacities=lambda rooms: capacities_of(config, rooms),
+        patient=True,
     )
 
 
@@ -110,7 +123,7 @@ def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
     return split_total(rooms, parse_size(config.capacity))
 
 
-def _write_budget(config: CacheConfig, directories: Sequence[Path]) -> int | None:
+def write_budget_bytes(config: CacheConfig, directories: Sequence[Path]) -> int | None:
     """Return what may be written a day; None for any amount, and where no file system says how large it is."""
     if config.write_budget == "unlimited":
         return None

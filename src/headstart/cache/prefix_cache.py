@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -246,6 +246,7 @@ class PrefixCache:
         *,
         most_bytes: int,
         salt: str | bytes | None = None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
@@ -253,6 +254,7 @@ class PrefixCache:
         nothing to bring, or no memory tier. Returns at once."""
         if self._closed or self._forked or self._promoter is None or self._promoter.busy:
             return False
+        _require_shared(shared_tokens)
         require_salt(salt)
         data = token_bytes(tokens)
         prompt = np.frombuffer(data, dtype="<u4")
@@ -260,10 +262,10 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            request = SaveRequest(prompt[:count], source, root, salt, 0, DEFAULT_TERMS, memory_only=True)
+            request = SaveRequest(prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True)
             return self._saver.submit(request)
 
-        lease = self._match(data, salt, identity=identity, ahead=True)
+        lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def warm(self) -> None:
@@ -277,7 +279,8 @@ class PrefixCache:
         tiers = []
         for source in self._sources:
             with counted(self._counters, source.tier, "statistics"):
-                tiers.append(source.tier.statistics())
+                found = source.tier.statistics()
+                tiers.append(replace(found, paused=found.paused or self._saver.why_not(source)))
         return CacheStatistics(tiers=tuple(tiers), counters=self._counters.snapshot())
 
     def check(self) -> list[Problem]:

@@ -94,6 +94,10 @@ class Saver:
         self._thread = Thread(target=self._work, name="save", daemon=True)
         self._thread.start()
 
+    def why_not(self, source: Source) -> str:
+        """Return why of a new prompt nothing goes to a tier now though the tier takes it; "" where something does."""
+        return self._budget.why_not(source)
+
     def submit(self, request: SaveRequest) -> Ticket:
         """Queue a save, or return a ticket that is done already, with the reason."""
         ticket = Ticket()

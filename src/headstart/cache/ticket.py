@@ -35,6 +35,11 @@ class Ticket:
         """True once nothing is read from the source any more."""
         return self._result is not None
 
+    @property
+    def refused(self) -> bool:
+        """Whether it is known that nothing comes of it."""
+        return self._result is not None and self._result.reason is not None and not self._result.stored_tokens
+
     def wait(self, timeout_s: float = 30.0) -> SaveResult:
         """Return what became of the save; with reason "timeout" while it is still under way after `timeout_s`."""
         if os.getpid() != self._pid:  # whoever saves is in the parent, and may have held the lock when it forked

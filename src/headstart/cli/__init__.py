@@ -24,6 +24,8 @@ _COMMANDS = {
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
+    "keys": ("headstart.cli.keys:keys", "Make, list and remove API keys."),
+    "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from headstart.api.keys import read_keys
 from headstart.api.served import Served
+from headstart.api.shared import SharedPrefixes, read_shared
 from headstart.cli.progress import OnProgress
-from headstart.config import Config
-from headstart.engine.base import Sampling
+from headstart.config import Config, parse_quotas
+from headstart.engine.base import Engine, Sampling
 from headstart.engine.models import resolve_model
 from headstart.engine.torch import open_engine
 from headstart.engine.vllm import open_engine as open_vllm
 from headstart.errors import ModelError
 from headstart.render import Renderer
+from headstart.render.answers import Family, family_named, family_of
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -34,23 +38,43 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
     part("loading the tokenizer", None)
     renderer = Renderer.load(folder.path)
     renderer.warm_up()
+    file = config.server.shared_prefixes
+    shared = SharedPrefixes() if file is None else read_shared(file, renderer)
+    settings = _with_disk_quotas(config)
+    engine: Engine
+    cache = None
     if config.engine.engine == "vllm":
-        return Served(
-            name=folder.name,
-            engine=open_vllm(folder.path, config, on_progress=part),
-            renderer=renderer,
-            defaults=sampling_defaults(folder.path),
-            note=folder.note,
-        )
-    engine = open_engine(folder.path, config, on_progress=part)
+        engine = open_vllm(folder.path, settings, on_progress=part)
+    else:
+        engine = torch_engine = open_engine(folder.path, settings, on_progress=part)
+        cache = torch_engine.cache
     return Served(
         name=folder.name,
         engine=engine,
         renderer=renderer,
         defaults=sampling_defaults(folder.path),
         note=folder.note,
-        cache=engine.cache,
+        cache=cache,
+        shared=shared,
+        answers=answers_of(renderer, config.server.answers),
     )
+
+
+def answers_of(renderer: Renderer, named: str) -> Family | None:
+    """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
+    if named != "auto":
+        return family_named(named)
+    return family_of(renderer.template, own=renderer.response_template)
+
+
+def _with_disk_quotas(config: Config) -> Config:
+    """Return the configuration with what keys say of their tenants' share of the disk; cache.quotas goes first."""
+    if config.server.keys is None:
+        return config
+    of_keys = {key.tenant: key.disk for key in read_keys(config.server.keys).values() if key.disk is not None}
+    quotas = of_keys | parse_quotas(config.cache.quotas)
+    told = ", ".join(f"{tenant}={size}" for tenant, size in quotas.items())
+    return replace(config, cache=replace(config.cache, quotas=told))
 
 
 def _import_libraries() -> None:

@@ -20,15 +20,20 @@ import click
 import uvicorn
 
 from headstart.api.access import is_loopback
+from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
+from headstart.api.keyring import Keyring
 from headstart.api.served import Served
 from headstart.api.service import Service
+from headstart.api.streaming import STALL_S
+from headstart.api.tracing import Tracing
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, prefer_sleeping_threads
-from headstart.errors import AddressInUse, ConfigError, HeadstartError
+from headstart.config import Config, ServerConfig, parse_size, prefer_sleeping_threads
+from headstart.errors import AddressInUse, ConfigError, HeadstartError, UsageLogFailed
+from headstart.ledger.log import UsageLog
 
 log = logging.getLogger("headstart")
 
@@ -61,7 +66,7 @@ class _Server(uvicorn.Server):
     """uvicorn with a model that loads behind it and requests that may end before it goes down."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
-        self._service = Service(max_waiting=config.server.max_waiting)
+        self._service = Service(max_waiting=config.server.max_waiting, accounts=accounts_of(config.server))
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
             log_config=None,
@@ -147,19 +152,38 @@ class _Server(uvicorn.Server):
         self._stages(stage, fraction)
 
 
+def accounts_of(server: ServerConfig) -> Accounts:
+    """Return who may ask, and what is kept of it. Raises KeysUnreadable; and UsageLogFailed where there are keys, since whoever
+    gave keys away wants to know what they were used for."""
+    keyring = None if server.keys is None else Keyring(server.keys)
+    keep_bytes = parse_size(server.usage_keep)
+    usage_log = None
+    try:
+        usage_log = UsageLog(server.usage_log.expanduser(), keep_bytes=keep_bytes) if keep_bytes else None
+    except UsageLogFailed as error:
+        if keyring is not None:
+            raise
+        log.warning("%s; this server keeps none", error.message)
+    traces = Tracing(server.traces) if server.traces else None
+    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s, on_ended=traces)
+
+
 def bound(server: ServerConfig) -> socket.socket:
     """Return a listening socket. Raises AddressInUse, or ConfigError for an address that is not this machine's or that others
-    reach without leave: there are no keys, and by timing anyone can guess at cached prompts."""
-    if not server.allow_remote and not is_loopback(server.host):
+    reach without keys or leave: by timing anyone can guess at cached prompts."""
+    if server.keys is None and not server.allow_remote and not is_loopback(server.host):
         raise ConfigError(
-            f"{server.host} can be reached by others, who may then use the model and guess at cached prompts; put a proxy with "
-            "keys in front of 127.0.0.1, or say --allow-remote",
+            f"{server.host} can be reached by others, who may then use the model and guess at cached prompts; ask for keys "
+            "with --keys FILE, or say --allow-remote",
             key="server.allow_remote",
             host=server.host,
         )
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+        listener = socket.create_server((server.host, server.port), family=family, backlog=2048)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # whoever takes nothing is cut by the system, too, and its buffers are freed
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * STALL_S))
+        return listener
     except OSError as error:
         where = f"port {server.port} of {server.host}"
         if error.errno == errno.EADDRINUSE:

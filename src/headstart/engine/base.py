@@ -33,23 +33,39 @@ class Sampling:
     seed: int | None = None
 
 
+class Constraint(Protocol):
+    """What one answer may be, token by token. Asked and told on the engine's thread; one object an answer."""
+
+    def allowed(self) -> bytes | None:
+        """Return which tokens may come next, bit i % 8 of byte i // 8 for token i, none beyond; None: any.
+
+        At least one may. Where the answer may end, tokens that end it are among them."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on behind `token`, which was chosen. Raises ValueError for one that was not allowed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
-    `min_tokens` others were. `salt` keeps tenants apart.
+    `min_tokens` others were. `salt` keeps tenants apart behind the first `shared_tokens` tokens, which all may have in common.
 
     `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
     conversation, by any name; tenants of one priority are served in fair turns. `retention`: the class in which what is
     computed is kept. `deadline_s`: seconds from submit after which the request ends with finish "abort". `adapter`: name of
-    one of `EngineInfo.adapters`, None for the plain model."""
+    one of `EngineInfo.adapters`, None for the plain model. `constraint`: what the answer is held to, which goes before
+    `min_tokens`."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    salt: str | None = None
+    salt: str | bytes | None = None
+    shared_tokens: int = 0
     use_cache: bool = True
     min_tokens: int = 0
     logprobs: int | None = None
@@ -59,6 +75,7 @@ class GenerationRequest:
     retention: str = "default"
     deadline_s: float | None = None
     adapter: str | None = None
+    constraint: Constraint | None = field(default=None, compare=False)
 
 
 LoadChoice = Literal["miss", "load", "compute", "mixed"]
@@ -77,7 +94,11 @@ class LoadDecision:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Where a request's time and tokens went. cached_tokens = cached_memory_tokens + cached_disk_tokens: verified and used."""
+    """Where a request's time and tokens went. cached_tokens = cached_memory_tokens + cached_disk_tokens: verified and used.
+
+    `written_tokens`: of the prompt, in whole pieces, not stored as far as was known and accepted for writing; with the cached
+    ones never more than the prompt. `kept_output_tokens`: of the answer, accepted for writing. `taken`: whether its turn came;
+    only then do the engine's counters have its prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -93,6 +114,9 @@ class Receipt:
     decision: LoadDecision = LoadDecision("miss")
     preemptions: int = 0  # how often it gave its place to another and went on later
     longest_gap_s: float = 0.0  # between two of its tokens
+    written_tokens: int = 0
+    kept_output_tokens: int = 0
+    taken: bool = True
 
     @property
     def cached_tokens(self) -> int:

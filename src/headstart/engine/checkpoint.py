@@ -45,6 +45,11 @@ def identity_of(folder: Path, *, digests: Path | None = None, clock_ns: Callable
     return Identity(weights=total.digest(), architecture=canonical_architecture(config))
 
 
+def file_digests(files: Sequence[Path], *, digests: Path | None = None) -> list[bytes]:
+    """Return the SHA-256 of each file, remembered in `digests` as those of weights are. Raises ModelError."""
+    return _digest_files(files, digests, time.time_ns)
+
+
 def check_folder(folder: Path) -> None:
     """Raise ModelError, naming the file, unless `folder` holds a whole checkpoint with its tokenizer. Of the weights only
     headers are read."""

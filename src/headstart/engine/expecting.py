@@ -18,15 +18,20 @@ _MOST_TOKENS = 4 << 20  # of all of them: 16 MiB
 class _Session:
     pace: Pace
     tokens: array[int]
-    salt: str | None
+    salt: str | bytes | None
+    shared_tokens: int
     identity: Identity | None
     looked_for: bool = False  # since its last request
 
 
-class Conversations:
-    """`promote(tokens, salt, identity)` brings a prefix to memory and says whether it will; False: not now, or it is there."""
+Promote = Callable[[Sequence[int], str | bytes | None, int, Identity | None], bool]
 
-    def __init__(self, promote: Callable[[Sequence[int], str | None, Identity | None], bool]) -> None:
+
+class Conversations:
+    """`promote(tokens, salt, shared_tokens, identity)` brings a prefix to memory and says whether it will;
+    False: not now, or it is there."""
+
+    def __init__(self, promote: Promote) -> None:
         self._promote = promote
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         self._tokens = 0
@@ -37,7 +42,8 @@ class Conversations:
         tenant: str,
         session: str,
         tokens: Sequence[int],
-        salt: str | None,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
         identity: Identity | None,
         started_s: float,
         ended_s: float,
@@ -48,7 +54,7 @@ class Conversations:
         if before is not None:
             self._tokens -= len(before.tokens)
             pace = before.pace.after(started_s=started_s, ended_s=ended_s)
-        self._sessions[tenant, session] = _Session(pace, array("I", tokens), salt, identity)
+        self._sessions[tenant, session] = _Session(pace, array("I", tokens), salt, shared_tokens, identity)
         self._tokens += len(tokens)
         while len(self._sessions) > _MOST_SESSIONS or (self._tokens > _MOST_TOKENS and len(self._sessions) > 1):
             self._tokens -= len(self._sessions.popitem(last=False)[1].tokens)
@@ -58,7 +64,8 @@ class Conversations:
         is on its way."""
         waiting = [one for one in self._sessions.values() if not one.looked_for]
         for i in expected([one.pace for one in waiting], now_s=now_s):
-            waiting[i].looked_for = True
-            if self._promote(waiting[i].tokens, waiting[i].salt, waiting[i].identity):
+            one = waiting[i]
+            one.looked_for = True
+            if self._promote(one.tokens, one.salt, one.shared_tokens, one.identity):
                 return True
         return False

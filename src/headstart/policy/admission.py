@@ -74,6 +74,11 @@ class Admission:
         self._level_bytes -= allowed * block_bytes
         return min(wanted, present + allowed)
 
+    def keeps_new(self, *, block_bytes: int, now_s: float) -> bool:
+        """Return whether of a prompt that nobody has seen a block would be admitted now. Changes nothing."""
+        level = min(self._burst_bytes, self._level_bytes + self._accrued(now_s))
+        return _keeps_new(level, burst_bytes=self._burst_bytes, block_bytes=block_bytes)
+
     def refund(self, nbytes: int) -> None:
         """Give back what was admitted and not written."""
         self._level_bytes = min(self._burst_bytes, self._level_bytes + nbytes)
@@ -83,9 +88,11 @@ class Admission:
         self._level_bytes = min(self._level_bytes, max(0.0, float(self._budget_bytes - spent_bytes)))
 
     def _accrue(self, now_s: float) -> None:
-        elapsed = max(0.0, now_s - self._updated_s)
+        self._level_bytes = min(self._burst_bytes, self._level_bytes + self._accrued(now_s))
         self._updated_s = now_s
-        self._level_bytes = min(self._burst_bytes, self._level_bytes + (1 - BURST) * self._budget_bytes * elapsed / DAY_S)
+
+    def _accrued(self, now_s: float) -> float:
+        return (1 - BURST) * self._budget_bytes * max(0.0, now_s - self._updated_s) / DAY_S
 
     def _came_back(self, session: bytes, *, again: bool) -> bool:
         """Return whether a session had an earlier request. `again`: this is a request's second save, or a later one."""
@@ -105,6 +112,32 @@ class Admission:
         for count in _marked(len(keys)):
             if self._marks.remember(keys[count - 1][:8]):
                 return  # and so were those before it
+
+
+def keeps_new(written: Sequence[tuple[float, int]], *, budget_bytes: int, block_bytes: int, now_s: float) -> bool:
+    """Return, for who only sees what was `written` when (seconds, bytes), whether of a prompt that nobody has seen a block
+    would be admitted now. What was written and is gone again is not seen.
+
+    >>> keeps_new([], budget_bytes=6400, block_bytes=1, now_s=DAY_S)
+    True
+    >>> keeps_new([(DAY_S - 60, 1270)], budget_bytes=6400, block_bytes=1, now_s=DAY_S)  # of 1,280 that come at once
+    False
+    >>> keeps_new([(DAY_S - 60, 1270)], budget_bytes=6400, block_bytes=1, now_s=DAY_S + 3600)
+    True
+    """
+    burst_bytes, since_s = BURST * budget_bytes, now_s - DAY_S
+    level, at_s, spent = burst_bytes, since_s, 0
+    for time_s, nbytes in sorted(written):
+        if since_s <= time_s <= now_s:
+            level = min(burst_bytes, level + (1 - BURST) * budget_bytes * (time_s - at_s) / DAY_S)
+            level, at_s, spent = max(0.0, level - nbytes), time_s, spent + nbytes
+    level = min(burst_bytes, level + (1 - BURST) * budget_bytes * (now_s - at_s) / DAY_S, max(0.0, float(budget_bytes - spent)))
+    return _keeps_new(level, burst_bytes=burst_bytes, block_bytes=block_bytes)
+
+
+def _keeps_new(level_bytes: float, *, burst_bytes: float, block_bytes: int) -> bool:
+    share = _PLENTY_SHARE if level_bytes >= burst_bytes / 2 else _NEW_SHARE
+    return level_bytes * share >= block_bytes
 
 
 def _marked(blocks: int) -> list[int]:

@@ -25,6 +25,10 @@ from headstart.render.token_bytes import TokenBytes
 # vocabulary, a turn's end only where the model's own template writes it.
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|eot|>", "</s>")
+# What whoever applies a template is told beside arguments of the template; none of it is a caller's to say.
+_NOT_ARGUMENTS = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+_NOT_ARGUMENTS |= {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
+_NOT_ARGUMENTS |= {"return_assistant_tokens_mask", "raise_exception", "strftime_now"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Renderer:
         self._longest_token_bytes = _longest_token_bytes(self._backend)
         self._cuts = may_cut(self._backend)
         self._token_bytes = TokenBytes(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        self._special_tokens = {str(word.content): int(token) for token, word in added.items() if word.special}
         self.stop_ids = stop_ids
         self.vocabulary = vocabulary
 
@@ -65,7 +71,9 @@ class Renderer:
         template = str(tokenizer.chat_template or "")
         added = tokenizer.get_added_vocab()
         ids |= {added[text] for text in _TEXT_ENDS if text in added}
-        ids |= {added[text] for text in _TURN_ENDS if text in added and text in template}
+        # Where an answer is written in several channels, each ends with <|end|>, and the answer goes on.
+        turn_ends = [text for text in _TURN_ENDS if text != "<|end|>" or "<|channel|>" not in template]
+        ids |= {added[text] for text in turn_ends if text in added and text in template}
         declared = config.get("vocab_size")
         return cls(
             tokenizer,
@@ -80,10 +88,12 @@ class Renderer:
         *,
         tools: Sequence[object] | None = None,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
         context_tokens: int | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation as the model's template writes it. Raises RequestError naming the place."""
-        text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        """Return the token ids of a conversation as the model's template writes it, which sees `arguments` too. Raises
+        RequestError naming the place."""
+        text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt, arguments=arguments)
         # The template has written the special tokens.
         return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens)
 
@@ -98,6 +108,9 @@ class Renderer:
     ) -> str:
         """Return the text of a conversation as the model's template writes it, or another `template`, with what more it is to
         see in `arguments`. Raises RequestError naming the place."""
+        taken = sorted(_NOT_ARGUMENTS & (arguments or {}).keys())
+        if taken:
+            raise RequestError(f"chat_template_kwargs.{taken[0]} is not for a request to say", param="chat_template_kwargs")
         normal = normal_messages(messages)
         described = normal_tools(tools)
         if not (template or self._tokenizer.chat_template):
@@ -157,9 +170,25 @@ class Renderer:
             raise RequestError("prompt is empty; send at least one token", param="prompt")
         return ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return str(self._backend.decode(tokens, skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of `tokens`, with special tokens if wanted; bytes that are not UTF-8 become U+FFFD."""
+        return str(self._backend.decode(tokens, skip_special_tokens=not special))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that no text is tokenised to by its letters, by name."""
+        return self._special_tokens
+
+    @property
+    def template(self) -> str:
+        """The chat template; empty where there is none."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How answers are read, where the model says so itself."""
+        told = getattr(self._tokenizer, "response_template", None)
+        return told if isinstance(told, Mapping) else None
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character; of a special one those of its name."""

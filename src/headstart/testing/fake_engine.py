@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.engine.base import EngineInfo, EngineLoad, FinishReason, GenerationRequest, Logprobs, Receipt, TokenEvent
+from headstart.engine.base import (
+    Constraint,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    Logprobs,
+    Receipt,
+    TokenEvent,
+)
 from headstart.errors import ContextLengthExceeded
 
 BLOCK_TOKENS = 64
@@ -26,9 +35,16 @@ class _Running:
     submitted: float
     answer: Sequence[int] = ()
     cached_tokens: int = 0
+    written_tokens: int = 0
+    taken: bool = False
     sent: int = 0
     first_token_s: float | None = None
     aborted: bool = False
+
+    @property
+    def over(self) -> bool:
+        deadline_s = self.request.deadline_s
+        return self.aborted or (deadline_s is not None and time.monotonic() >= self.submitted + deadline_s)
 
 
 @dataclass(slots=True)
@@ -36,7 +52,9 @@ class FakeEngine:
     """Of log probabilities it tells -1 for each token, and -2, -3 … for those that follow it in the alphabet of bytes.
 
     `answer`: text of every answer, after which it ends with "stop"; without it, letters drawn from the prompt until
-    `max_tokens`. Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
+    `max_tokens`. Held to something, it says what it would have said where that is allowed, else the first token that is.
+
+    Clear `gate` to hold every request before its next token; set `fail_after` to end answers with an error
     after so many tokens."""
 
     context_tokens: int = 2048
@@ -68,7 +86,7 @@ class FakeEngine:
             cache="prefixes are remembered while the process lives",
         )
         self._counters = dict.fromkeys(
-            ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "generated_tokens", "steps"), 0
+            ("prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "written_tokens", "generated_tokens", "steps"), 0
         )
         self.gate.set()
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
@@ -118,8 +136,8 @@ class FakeEngine:
                     self._changed.wait(1.0)
                     continue
                 turn = list(self._running)
-                doomed = [running for running in self._waiting if running.aborted]
-                self._waiting = [running for running in self._waiting if not running.aborted]
+                doomed = [running for running in self._waiting if running.over]
+                self._waiting = [running for running in self._waiting if not running.over]
             for running in doomed:
                 self._end(running, "abort")
             for running in turn:
@@ -141,13 +159,14 @@ class FakeEngine:
             if self._key(request, prompt[:end]) not in self._stored:
                 break
             running.cached_tokens = end
+        running.taken = True
         self._counters["prompt_tokens"] += len(prompt)
         self._counters["cached_memory_tokens"] += running.cached_tokens
         return running
 
     def _step(self, running: _Running) -> bool:
         """Give one token; True once the request has ended."""
-        if running.aborted:
+        if running.over:
             return self._end(running, "abort")
         if not self.gate.is_set():
             return False
@@ -155,13 +174,21 @@ class FakeEngine:
         if running.sent == 0:
             for end in range(BLOCK_TOKENS, len(request.prompt) + 1, BLOCK_TOKENS):
                 self._stored.add(self._key(request, request.prompt[:end]))
+            running.written_tokens = len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens
+            self._counters["written_tokens"] += running.written_tokens
         if self.fail_after is not None and running.sent >= self.fail_after:
             return self._end(running, "error", error="the fake engine was told to fail")
         if running.sent >= len(running.answer):
-            return self._end(running, "stop")
+            if request.constraint is None:
+                return self._end(running, "stop")
+            running.answer = (*running.answer, 0)  # what must follow still does
         if running.first_token_s is None:
             running.first_token_s = time.monotonic() - running.submitted
         token = running.answer[running.sent]
+        if request.constraint is not None:
+            token = _held_to(request.constraint, token)
+            if token in request.stop_ids:
+                return self._end(running, "stop")
         told = None
         if request.logprobs is not None:
             told = Logprobs(-1.0, tuple(((token + place) % 256, -1.0 - place) for place in range(request.logprobs)))
@@ -184,10 +211,22 @@ class FakeEngine:
             load_s=0.0,
             first_token_s=running.first_token_s,
             total_s=time.monotonic() - running.submitted,
+            written_tokens=running.written_tokens,
+            taken=running.taken,
         )
         running.on_event(TokenEvent(None, finish, receipt, error))
         return True
 
     @staticmethod
     def _key(request: GenerationRequest, prefix: Sequence[int]) -> bytes:
-        return hashlib.sha256(repr((request.salt, tuple(prefix))).encode()).digest()
+        shared = len(prefix) <= request.shared_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        return hashlib.sha256(repr((None if shared else request.salt, tuple(prefix))).encode()).digest()
+
+
+def _held_to(constraint: Constraint, token: int) -> int:
+    """Return `token` if it may come next, else the first one that may."""
+    allowed = constraint.allowed()
+    if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
+        token = next(other for other in range(256) if allowed[other // 8] >> other % 8 & 1)
+    constraint.accept(token)
+    return token

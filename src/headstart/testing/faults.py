@@ -54,7 +54,7 @@ class Fault:
 
 
 class FaultyTier:
-    """A tier with faults. `injected[verb, kind]` counts what was done. Never `trusted`: it may lie.
+    """A tier with faults. `injected[verb, kind]` counts what was done, `calls[verb]` all calls. Never `trusted`: it may lie.
 
     `read_bytes_per_s`: a slow device: reads come at that rate, all of them together and one after the other, until `heal`."""
 
@@ -71,13 +71,13 @@ class FaultyTier:
         self._lock = Lock()
         self._resume = Event()
         self._faults = list(faults)
-        self._calls: Counter[TierVerb] = Counter()
+        self.calls: Counter[TierVerb] = Counter()
         self.injected: Counter[tuple[TierVerb, TierFault]] = Counter()
 
     def inject(self, *faults: Fault) -> None:
         """Add faults; their `start` counts calls from now."""
         with self._lock:
-            self._faults += [replace(f, start=f.start + self._calls[f.verb]) for f in faults]
+            self._faults += [replace(f, start=f.start + self.calls[f.verb]) for f in faults]
             self._resume.clear()
 
     def slow_down(self, read_bytes_per_s: float) -> None:
@@ -170,7 +170,7 @@ class FaultyTier:
     def _strike(self, verb: TierVerb) -> TierFault | None:
         """Count the call and let it fail if it is its turn; return the kind of lie that the verb itself has to tell."""
         with self._lock:
-            self._calls[verb] += 1
+            self.calls[verb] += 1
             fault = next((f for f in self._faults if self._due(f, verb)), None)
             if fault is None:
                 return None
@@ -199,7 +199,7 @@ class FaultyTier:
         self._resume.wait(left_s)
 
     def _due(self, fault: Fault, verb: TierVerb) -> bool:
-        turn = self._calls[verb] - fault.start
+        turn = self.calls[verb] - fault.start
         return fault.verb == verb and turn >= 0 and turn % fault.every == 0
 
     def _read_elsewhere(self, reads: Sequence[ReadRange]) -> int:

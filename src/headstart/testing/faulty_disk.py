@@ -154,6 +154,9 @@ class FaultyDisk:
     def lock_file(self, handle: Handle) -> bool:
         return self._call("lock_file", lambda: self.inner.lock_file(handle))
 
+    def lock_holder(self, handle: Handle) -> str:
+        return self.inner.lock_holder(handle)
+
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
         return self._call("lock_range", lambda: self.inner.lock_range(handle, offset, nbytes, exclusive=exclusive))
 

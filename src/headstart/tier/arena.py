@@ -21,6 +21,7 @@ HUGE_PAGE = 2 << 20
 
 _TOUCH_STEP = 2 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)  # the mmap module's own would hold up all other threads meanwhile
 
 
 def is_aligned(view: memoryview) -> bool:
@@ -49,8 +50,8 @@ class Arena:
         self._offsets = [0]
         self._sizes = [self.capacity_bytes]
         self._mapping: mmap.mmap | None = _map(self.capacity_bytes + HUGE_PAGE)
-        self._start = -_address(memoryview(self._mapping)) % HUGE_PAGE
-        self._memory: memoryview | None = memoryview(self._mapping)[self._start : self._start + self.capacity_bytes]
+        start = -_address(memoryview(self._mapping)) % HUGE_PAGE
+        self._memory: memoryview | None = memoryview(self._mapping)[start : start + self.capacity_bytes]
         self._touched_bytes = 0
 
     def allocate(self, nbytes: int) -> Region | None:
@@ -82,13 +83,13 @@ class Arena:
         with self._lock:
             first, last = self._touched_bytes, min(self._touched_bytes + nbytes, self.capacity_bytes)
             self._touched_bytes = last
-            mapping = self._mapping
-        for start in range(first, last, _TOUCH_STEP):  # the interpreter waits for each call, so each is short
-            if mapping is None:
-                return False
-            try:
-                mapping.madvise(_MADV_POPULATE_WRITE, self._start + start, min(_TOUCH_STEP, last - start))
-            except (OSError, ValueError):  # an older kernel, no memory left, or closed meanwhile
+            memory = self._memory  # while it is held the mapping stays
+        if memory is None or _madvise is None:
+            return False
+        address = _address(memory)
+        for start in range(first, last, _TOUCH_STEP):  # the address space is locked for each call, so each is short
+            size = ctypes.c_size_t(min(_TOUCH_STEP, last - start))
+            if _madvise(ctypes.c_void_p(address + start), size, _MADV_POPULATE_WRITE) != 0:  # an older kernel, no memory left
                 return False
         return last < self.capacity_bytes
 

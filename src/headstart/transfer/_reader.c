@@ -61,6 +61,7 @@ typedef struct {
     const int64_t *cancelled;   /* not 0: hand everything back */
     const int64_t *closing;     /* not 0: hand everything back */
     int64_t next;
+    int64_t laid_out;           /* requests that may be taken: the heads first, all once `headstart_go_on` says so */
     void *(*create)(void);
     int (*release)(void *);
     int (*reset)(void *);
@@ -70,7 +71,7 @@ typedef struct {
 
 /* `native.py` has the same numbers, and uses no reader that has others: one of another headstart, left behind by an update, would
    take its tables for something else. The first is raised with every change of meaning that the sizes do not show. */
-const int64_t headstart_layout[] = {1, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
+const int64_t headstart_layout[] = {2, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
                                     offsetof(Batch, next)};
 
 static int64_t now_ns(void)
@@ -272,6 +273,35 @@ static int await_turn(const Batch *b, const Request *request)
     }
 }
 
+/* Return the number of the next request, `request_count` where none is left, -1 where the rest is not laid out yet. */
+static int64_t take_next(Batch *b)
+{
+    int64_t next = __atomic_load_n(&b->next, __ATOMIC_RELAXED), count;
+    do {
+        count = __atomic_load_n(&b->request_count, __ATOMIC_RELAXED);
+        if (next >= count)
+            return count;
+        if (next >= __atomic_load_n(&b->laid_out, __ATOMIC_ACQUIRE))
+            return -1;
+    } while (!__atomic_compare_exchange_n(&b->next, &next, next + 1, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return next;
+}
+
+/* The same, but wait for it, not for long. */
+static int64_t await_next(Batch *b)
+{
+    const struct timespec pause = {0, WAIT_NS};
+    int64_t next;
+    for (int i = 0; (next = take_next(b)) < 0 && i < WAITS; i++)
+        nanosleep(&pause, 0);
+    return next;
+}
+
+void headstart_go_on(Batch *b)
+{
+    __atomic_store_n(&b->laid_out, b->request_count, __ATOMIC_RELEASE);
+}
+
 /* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
    is over. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
    HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
@@ -284,8 +314,12 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
         return NO_MEMORY;
     for (*number = -1; outcome == NONE_LEFT; next = -1) {
         if (next < 0)
-            next = __atomic_fetch_add(&b->next, 1, __ATOMIC_RELAXED);
-        if (next >= b->request_count)
+            next = await_next(b);
+        if (next < 0) {
+            outcome = TIME_IS_UP;
+            break;
+        }
+        if (next >= __atomic_load_n(&b->request_count, __ATOMIC_RELAXED))
             break;
         const Request *request = &b->requests[next];
         int header = request->head_bytes ? KNOWN : await_turn(b, request);

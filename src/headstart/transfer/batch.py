@@ -1,6 +1,7 @@
 """A load's reads from one pool as one batch for the C reader.
 
-    start ──▶ tables ──▶ a worker on every thread ──▶ C: heads first, then layer after layer: read, verify, (copy)
+    start ──▶ tables of the heads ──▶ a worker on every thread ──▶ C: heads first, then layer after layer: read, verify, (copy)
+         └──▶ the other tables, while heads are read
                            ├ a head was read that is not exactly as expected ─▶ decoded and compared here
                            ├ a layer has ended ─▶ the load is told
                            └ handed back ─▶ the portable job of that request, or of the whole span (`span.py`)
@@ -32,7 +33,7 @@ from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.native import HeaderIs, Outcome
 from headstart.transfer.plan import Head, Prompt, Request
-from headstart.transfer.tables import Table, destination_of, expected, lay_out, plan_of, staging_bytes
+from headstart.transfer.tables import Table, destination_of, expected, lay_out, plan_of
 
 _SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
 _MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
@@ -56,9 +57,9 @@ class Start:
         if batch is None:
             self._pool.submit(self._heads)
             return
-        workers = [_Worker(batch) for _ in range(self._pool.threads)]
-        self._pool.submit(workers[1:])
-        self._pool.submit(workers[:1])
+        *workers, last = (_Worker(batch) for _ in range(self._pool.threads))
+        # Behind the other workers: when a thread comes to it, they are reading, and need the interpreter no more.
+        self._pool.submit([*workers, _Rest(batch, last)])
 
     def abandon(self, error: BaseException) -> None:
         for head in self._heads:
@@ -112,6 +113,8 @@ class Batch:
         self._memory = memory
         self._changed = Condition()
         self._workers = pool.threads
+        self._rest_taken = False  # somebody lays out what comes behind the heads, or has
+        self._no_rest: BaseException | None = None  # why there is none
         self._error: BaseException | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
@@ -119,16 +122,24 @@ class Batch:
             plan_of(prompt.representation, raw.blocks, raw.header_bytes, head.span.first, head.span.pieces)
             for head, raw in zip(heads, raws, strict=True)
         ]
-        table, parts, self._which = lay_out(heads, raws, self._plans)
-        self._request_extents: list[int] = table["extent"].tolist()
+        # The heads are laid out now, so that they are being read while the rest is.
+        table = np.zeros(sum(len(plan.asked) for plan in self._plans), native.REQUEST)
+        parts = np.zeros(sum(len(plan.parts) for plan in self._plans), native.PART)
+        first, first_parts, self._which = lay_out(heads, raws, self._plans, rest=False, first_part=0)
+        table[: len(first)], parts[: len(first_parts)] = first, first_parts
+        self._parts_of_heads = len(first_parts)
+        self._request_extents: list[int] = first["extent"].tolist()
         self._states = np.zeros(len(heads), np.int32)
         self._checks = np.zeros((count, load.pieces, 16), np.uint8)
-        self._left = np.bincount(parts["layer"], minlength=count).astype(np.int64)
+        self._left = np.zeros(count, np.int64)
+        for plan in self._plans:
+            self._left += plan.counts
+        self._never_read = np.zeros(count, np.int64)  # parts that no reader will come to
         self._told = self._left == 0
         self._ended = np.zeros(count, np.int64)
         self._bytes = np.zeros(count, np.int64)
         self._closing = np.zeros(1, np.int64)
-        self._staging_bytes = staging_bytes(layers, parts, table)
+        self._staging_bytes = max(plan.most_bytes for plan in self._plans) + 2 * ALIGNMENT  # where direct I/O begins and ends
         blocks = load.pieces * per_piece
         self._tables: dict[str, npt.NDArray[np.generic]] = {
             "layers": layers,
@@ -151,9 +162,27 @@ class Batch:
         for name, array in self._tables.items():
             setattr(self._batch, name, array.ctypes.data)
         self._batch.request_count = len(table)
+        self._batch.laid_out = len(first)
         self._batch.piece_count = load.pieces
         self._batch.layer_count = count
         self._batch.blocks_per_piece = per_piece
+
+    def lay_out_rest(self) -> None:
+        """Lay out what comes behind the heads. Never raises."""
+        if not self._take_rest():
+            return
+        heads, first_part = len(self._heads), self._parts_of_heads
+        try:
+            table, parts, which = lay_out(self._heads, self._raws, self._plans, rest=True, first_part=first_part)
+        except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
+            self.pool.counters.add("job_errors")
+            _log.exception("a load could not be laid out")
+            self._leave_rest(error)
+            return
+        self._tables["requests"][heads:], self._tables["parts"][first_part:] = table, parts
+        self._request_extents += table["extent"].tolist()
+        self._which += which
+        self._reader.go_on(self._batch)
 
     def work(self, staging: Staging | None) -> bool:
         """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more, and
@@ -171,7 +200,7 @@ class Batch:
                 self._hand_back(number, staging)
             elif outcome is Outcome.NOT_YET:
                 self._waiting.append(number)
-            if outcome in _MAY_HAVE_ENDED:
+            if outcome in _MAY_HAVE_ENDED or outcome is Outcome.NONE_LEFT:
                 self._tell()
             if outcome is Outcome.TIME_IS_UP:
                 return True
@@ -186,6 +215,8 @@ class Batch:
         """Tell the load that nothing more is read."""
         self._error = error
         self._closing[0] = 1
+        if self._take_rest():
+            self._leave_rest(error)
         while self.work(None):
             pass
 
@@ -195,10 +226,33 @@ class Batch:
             self._workers -= 1
             if self._workers:
                 return
+        if self._no_rest is not None:
+            self._tell_no_rest(self._no_rest)
         nbytes = int(self._bytes.sum())
         for raw in self._raws:
             self._tier.let_go_raw(raw, bytes_read=nbytes)
             nbytes = 0
+
+    def _take_rest(self) -> bool:
+        with self._changed:
+            mine, self._rest_taken = not self._rest_taken, True
+        return mine
+
+    def _leave_rest(self, error: BaseException) -> None:
+        """Have nothing read behind the heads. The load is told when all of them have ended: by then it is known which extents
+        the portable way has taken over, and tells of."""
+        self._error = self._no_rest = error
+        self._closing[0] = 1
+        for plan in self._plans:
+            self._never_read += plan.counts
+            self._never_read[0] -= bool(plan.together)
+        self._batch.request_count = len(self._heads)  # whoever comes to this end tells with the numbers from above
+
+    def _tell_no_rest(self, error: BaseException) -> None:
+        for extent in np.flatnonzero(self._states != HeaderIs.PORTABLE).tolist():
+            plan = self._plans[extent]
+            for request in plan.requests:
+                self._heads[extent].job(self._header(extent), plan.layout, request).abandon(error)
 
     def _head(self, number: int, memory: memoryview, address: int) -> None:
         """Decode and compare a header that lies in staging and that C did not take for right: another retention class's name is
@@ -294,7 +348,7 @@ class Batch:
 
     def _tell(self) -> None:
         with self._changed:
-            ready = np.flatnonzero((self._left == 0) & ~self._told).tolist()
+            ready = np.flatnonzero((self._left == self._never_read) & ~self._told).tolist()
             self._told[ready] = True
         for layer in ready:
             if self._ended[layer]:
@@ -317,3 +371,19 @@ class _Worker:
     def abandon(self, error: BaseException) -> None:
         self._batch.abandon(error)
         self._batch.leave()
+
+
+class _Rest:
+    """The job that lays out what comes behind the heads; then it is a worker like the others."""
+
+    def __init__(self, batch: Batch, worker: _Worker) -> None:
+        self._batch = batch
+        self._worker = worker
+        self.urgency = worker.urgency
+
+    def run(self, staging: Staging) -> None:
+        self._batch.lay_out_rest()
+        self._worker.run(staging)
+
+    def abandon(self, error: BaseException) -> None:
+        self._worker.abandon(error)

@@ -49,7 +49,7 @@ class HeaderIs(IntEnum):
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
-_MEANING = 1  # raised together with the first number of `headstart_layout`
+_MEANING = 2  # raised together with the first number of `headstart_layout`
 _NO_MEMORY = 7
 
 
@@ -63,6 +63,7 @@ class Batch(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("digest", "keys", "tokens", "checks")),
         *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
         ("next", ctypes.c_int64),
+        ("laid_out", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("create", "release", "reset", "update", "digest_of")),
     )
 
@@ -86,6 +87,10 @@ class Reader:
             raise MemoryError("the C reader has no memory for the state of a check")
         return Outcome(outcome), number.value
 
+    def go_on(self, batch: Batch) -> None:
+        """Say that all requests are laid out; until then `work` takes those before `laid_out`."""
+        self.library.headstart_go_on(ctypes.byref(batch))
+
     def settle(self, batch: Batch, number: int, staging: int, header: HeaderIs) -> tuple[bool, bool]:
         """Say what a head's header is, its checks being in the table. Returns whether the pieces that were read with it are
         right, and whether layer 0 has ended by it."""
@@ -104,6 +109,7 @@ def reader() -> Reader | None:
         hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         address, number = ctypes.c_void_p, ctypes.c_int64
         library.headstart_work.argtypes = [address, address, number, number, address]
+        library.headstart_go_on.argtypes = [address]
         library.headstart_settle.argtypes = [address, number, address, ctypes.c_int]
         found = Reader(library, tuple(_address(hashes, name) for name in _HASH))
         if not _is_ours(library):

@@ -28,12 +28,18 @@ _CLASS = "default"  # a class whose name is padded to another length is left to 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """How an extent is read if it is what its tier says. `together`: pieces of layer 0 that come with the header."""
+    """How an extent is read if it is what its tier says. `together`: pieces of layer 0 that come with the header. `asked`: the
+    head and `requests` as rows, and `parts` theirs, of an extent at the beginning of a file and of the prompt. `counts`: how
+    many parts each layer has. `most_bytes`: of one request."""
 
     layout: ExtentLayout
     together: int
     requests: tuple[Request, ...]
     model: Model
+    asked: Table
+    parts: Table
+    counts: npt.NDArray[np.int64]
+    most_bytes: int
 
 
 @lru_cache(maxsize=256)
@@ -42,7 +48,32 @@ def plan_of(representation: Representation, blocks: int, header_bytes: int, firs
     layout = expected_layout(representation, blocks, header_bytes)
     together = read_with_head(representation, first=first, wanted=wanted)
     planned = requests(layout, first=first, pieces=wanted, done=together)
-    return Plan(layout, together, planned, _model(representation, blocks, header_bytes))
+    model = _model(representation, blocks, header_bytes)
+    return Plan(
+        layout, together, planned, model, *_rows(layout, first, [Request(range(bool(together)), 0, together), *planned])
+    )
+
+
+def _rows(layout: ExtentLayout, first: int, asked: Sequence[Request]) -> tuple[Table, Table, npt.NDArray[np.int64], int]:
+    """Return `asked`, `parts`, `counts` and `most_bytes` of a plan."""
+    found, ends = [], []
+    for request in asked:
+        end = layout.header_bytes
+        for layer in request.layers:
+            start, nbytes = layout.piece_range(layer, first + request.first, request.count)
+            found.append((start, layer, request.first, request.count, 0))
+            end = start + nbytes
+        ends.append(end)
+    parts = np.array(found, native.PART)
+    rows = np.zeros(len(asked), native.REQUEST)
+    rows["parts"] = [len(request.layers) for request in asked]
+    rows["first_part"] = np.cumsum(rows["parts"]) - rows["parts"]
+    rows["start"] = [request.first for request in asked]
+    rows["pieces"] = [max(1, request.count) for request in asked]
+    rows["offset"][1:] = parts["offset"][rows["first_part"][1:]]
+    rows["head_bytes"][0] = layout.header_bytes
+    counts = np.bincount(parts["layer"], minlength=len(layout.layer_offsets))
+    return rows, parts, counts, int((np.array(ends) - rows["offset"]).max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,75 +139,66 @@ def destination_of(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np
     """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
     layers = []
     memory = []
+    sizes = {nbytes: [nbytes] * load.pieces for nbytes in {*load.representation.layer_bytes} if nbytes is not None}
     for layer, nbytes in enumerate(load.representation.layer_bytes):
         assert nbytes is not None
-        buffers = flat(into.buffers(layer, load.first_piece, [nbytes] * load.pieces))
-        if not isinstance(buffers, np.ndarray):
-            if len(buffers) != 1:
-                return None
-            buffers = np.frombuffer(buffers[0], np.uint8)
-        if buffers.nbytes != load.pieces * nbytes or buffers.dtype != np.uint8 or not buffers.flags.writeable:
+        buffers = flat(into.buffers(layer, load.first_piece, sizes[nbytes]))
+        array = (
+            buffers if isinstance(buffers, np.ndarray) else np.frombuffer(buffers[0], np.uint8) if len(buffers) == 1 else None
+        )
+        if array is None or array.nbytes != load.pieces * nbytes or array.dtype != np.uint8 or not array.flags.writeable:
             return None
-        if buffers.ndim == 1:
-            buffers = buffers.reshape(load.pieces, nbytes)
-        if buffers.ndim == 2:
-            buffers = buffers[:, np.newaxis]
-        if buffers.ndim != 3 or buffers.shape[0] != load.pieces or (buffers.strides[2] != 1 and buffers.shape[2] > 1):
+        rows = _rows_of(array, load.pieces, nbytes)
+        if rows is None:
             return None
-        address, (_, rows, row_bytes) = _address(buffers), buffers.shape
-        strides = buffers.strides[0], buffers.strides[1] if rows > 1 else row_bytes
-        direct = not any(number % ALIGNMENT for number in (address, *strides, row_bytes))
-        layers.append((address, nbytes, strides[0], rows, row_bytes, strides[1], direct))
-        memory.append(buffers)
+        address, (stride, count, row_bytes, row_stride) = _address(array), rows
+        direct = not (address | stride | row_stride | row_bytes) % ALIGNMENT
+        layers.append((address, nbytes, stride, count, row_bytes, row_stride, direct))
+        memory.append(array)
     return np.array(layers, native.LAYER), memory
 
 
-def lay_out(heads: Sequence[Head], raws: Sequence[RawExtent], plans: Sequence[Plan]) -> tuple[Table, Table, list[int]]:
-    """Return the requests, heads first, then layer after layer, each from the head of the prompt on; their parts; and which of
-    its extent's requests each of them is, -1 for a head.
+def _rows_of(array: npt.NDArray[np.uint8], pieces: int, nbytes: int) -> tuple[int, int, int, int] | None:
+    """Return from where to where it is to the next piece, how many rows a piece has, how long they are, and from where to where
+    it is to the next one; None where the array cannot be seen like that."""
+    if array.ndim == 1 and array.strides[0] == 1:
+        return nbytes, 1, nbytes, nbytes
+    if array.ndim == 1:
+        array = array.reshape(pieces, nbytes)
+    if array.ndim == 2:
+        array = array[:, np.newaxis]
+    if array.ndim != 3 or array.shape[0] != pieces or (array.strides[2] != 1 and array.shape[2] > 1):
+        return None
+    _, rows, row_bytes = array.shape
+    return array.strides[0], rows, row_bytes, array.strides[1] if rows > 1 else row_bytes
 
-    Extents of one plan differ only in where they start, so that each plan is laid out once, and then moved."""
+
+def lay_out(
+    heads: Sequence[Head], raws: Sequence[RawExtent], plans: Sequence[Plan], *, rest: bool, first_part: int
+) -> tuple[Table, Table, list[int]]:
+    """Return the requests for the heads, or with `rest` all others: layer after layer, each from the head of the prompt on;
+    their parts, which are numbered from `first_part` on; and which of its extent's requests each of them is, -1 for a head.
+
+    Extents of one plan differ only in where they start, so that each plan's rows are there already, and are moved."""
     all_parts, all_requests, turns, which = [], [], [], []
-    parts_before = 0
     for plan, numbers in _alike(plans):
-        head = heads[numbers[0]]
-        first = head.span.first
-        asked = [Request(range(bool(plan.together)), 0, plan.together), *plan.requests]
-        parts = [
-            (plan.layout.piece_range(layer, first + request.first, request.count)[0], layer, request.first, request.count, 0)
-            for request in asked
-            for layer in request.layers
-        ]
-        counts = np.array([len(request.layers) for request in asked])
-        moved_parts = np.tile(np.array(parts, native.PART), (len(numbers), 1))
-        moved = np.zeros((len(numbers), len(asked)), native.REQUEST)
+        of_head = int(plan.asked["parts"][0])
+        rows, parts = (plan.asked[1:], plan.parts[of_head:]) if rest else (plan.asked[:1], plan.parts[:of_head])
+        moved, moved_parts = np.tile(rows, (len(numbers), 1)), np.tile(parts, (len(numbers), 1))
         starts = np.array([heads[number].span.start for number in numbers])[:, None]
         offsets = np.array([raws[number].offset for number in numbers])[:, None]
         moved_parts["offset"] += offsets
         moved_parts["start"] += starts
         moved["descriptor"] = np.array([raws[number].descriptor for number in numbers])[:, None]
         moved["extent"] = np.array(numbers)[:, None]
-        moved["start"] = starts + [request.first for request in asked]
-        moved["pieces"] = [max(1, request.count) for request in asked]
-        moved["parts"] = counts
-        moved["first_part"] = np.cumsum(counts) - counts + parts_before + len(parts) * np.arange(len(numbers))[:, None]
-        moved["head_bytes"][:, 0] = plan.layout.header_bytes
-        at = np.array([part[0] for part in parts])[np.minimum(np.cumsum(counts) - counts, len(parts) - 1)]
-        moved["offset"] = offsets + at
-        moved["offset"][:, 0] = offsets[:, 0]
-        parts_before += moved_parts.size
+        moved["start"] += starts
+        moved["first_part"] += first_part - of_head * rest + len(parts) * np.arange(len(numbers))[:, None]
+        moved["offset"] += offsets
+        first_part += moved_parts.size
         all_parts.append(moved_parts.ravel())
         all_requests.append(moved.ravel())
-        turns.append(np.tile([-1, *(request.layers.start for request in plan.requests)], len(numbers)))
-        which.append(np.tile(np.arange(len(asked)) - 1, len(numbers)))
+        turns.append(np.tile([request.layers.start for request in plan.requests] if rest else [0], len(numbers)))
+        which.append(np.tile(np.arange(len(rows)) if rest else [-1], len(numbers)))
     table = np.concatenate(all_requests)
     order = np.lexsort((table["start"], np.concatenate(turns)))
     return table[order], np.concatenate(all_parts), np.concatenate(which)[order].tolist()
-
-
-def staging_bytes(layers: Table, parts: Table, table: Table) -> int:
-    """Return how much a request may need that does not go straight into its destination."""
-    last = parts[np.maximum(0, table["first_part"] + table["parts"] - 1)]
-    ends = last["offset"] + last["pieces"] * layers["piece_bytes"][last["layer"]]
-    ends = np.where(table["parts"] > 0, ends, table["offset"] + table["head_bytes"])
-    return int((ends - table["offset"]).max()) + 2 * ALIGNMENT

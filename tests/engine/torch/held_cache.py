@@ -145,6 +145,7 @@ class HeldTicket:
     def __init__(self) -> None:
         self._callbacks: list[Callable[[Any], None]] = []
         self.done = False
+        self.refused = False
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         if self.done:
@@ -190,6 +191,7 @@ class HeldCache:
         source: Any,
         *,
         salt: str | None = None,
+        shared_tokens: int = 0,
         identity: object = None,
         states: Mapping[int, memoryview] | None = None,
         own_tokens: int = 0,

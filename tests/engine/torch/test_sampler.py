@@ -163,6 +163,39 @@ def test_no_answer_ends_before_its_least_number_of_tokens() -> None:
     assert _answer(Sampling(), 2, min_tokens=2) == [1, 1]
 
 
+class OneAfterAnother:
+    """May be these tokens, in this order."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.left = list(tokens)
+
+    def allowed(self) -> bytes | None:
+        return bytes([1 << self.left[0]]) if self.left else None
+
+    def accept(self, token: int) -> None:
+        if self.left and token != self.left.pop(0):
+            raise ValueError(f"{token} was not allowed")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_is_what_it_is_held_to_and_free_behind_it(temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=1, top_k=1, repetition_penalty=1.5, logit_bias=((0, -100.0),))
+    assert _answer(sampling, 3, constraint=OneAfterAnother(0, 4, 3)) == [0, 4, 3]
+    assert _answer(Sampling(), 3, constraint=OneAfterAnother(3)) == [3, 1, 1]
+
+
+def test_what_may_only_end_ends_before_its_least_number_of_tokens() -> None:
+    assert _answer(Sampling(), 2, min_tokens=9, stop_ids={4}, constraint=OneAfterAnother(0, 4)) == [0, 4]
+
+
+def test_what_an_answer_is_held_to_may_know_fewer_tokens_than_the_model() -> None:
+    logits = torch.zeros(5000)
+    logits[4999] = 9
+    sampler = Sampler(Sampling(), constraint=OneAfterAnother(2))
+    assert sampler.choose(logits, 4999) == 2
+    assert sampler.choose(logits, 4999) == 4999
+
+
 def test_log_probabilities_are_the_model_s_own_whatever_acts_on_the_choice() -> None:
     plain, told = Sampler(Sampling()), Sampler(Sampling(logit_bias=((0, 100.0),), temperature=0.3, seed=1), logprobs=2)
     only = Sampler(Sampling(), logprobs=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -132,6 +133,28 @@ def test_all_that_a_request_says_reaches_vllm(engine: VLLMEngine, tmp_path: Path
         "kv_transfer_params": {"headstart": {"retention": "chat", "tenant": "t", "session": "s"}},
     }
     assert {key: body[key] for key in wanted} == wanted
+
+
+def test_what_vllm_cannot_do_is_refused_and_what_it_does_not_take_is_put_in_its_words(
+    engine: VLLMEngine, tmp_path: Path
+) -> None:
+    class Anything:
+        def allowed(self) -> bytes | None:
+            return None
+
+        def accept(self, token: int) -> None:
+            pass
+
+    with pytest.raises(RequestError, match="held to a form"):
+        Asked(engine, PLAIN, constraint=Anything())
+    salts = []
+    for salt in (b"mine", "x" * 2000, "short", None):
+        Asked(engine, PLAIN, salt=salt).all()
+        salts.append(noted(tmp_path)[-1].get("cache_salt"))
+    assert salts[2:] == ["short", None]
+    assert salts[:2] == [hashlib.sha256(salt).hexdigest() for salt in (b"mine", b"x" * 2000)]
+    Asked(engine, PLAIN, salt="short", use_cache=False).all()
+    assert noted(tmp_path)[-1]["cache_salt"] not in ("short", None)
 
 
 def test_vllm_is_started_with_the_connector_and_our_settings(config: Config, folder: Path, tmp_path: Path) -> None:

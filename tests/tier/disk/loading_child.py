@@ -14,7 +14,7 @@ from headstart.testing.fake_kv import TINY
 from headstart.testing.round_trip import load, save
 from headstart.tier.disk import DiskTier
 
-CONVERSATIONS, PIECES = 400, 6  # 31 MB of pieces
+CONVERSATIONS, PIECES = 160, 16  # 31 MB of pieces
 
 root, capacity_bytes, seed, threads, loads = Path(sys.argv[1]), *map(int, sys.argv[2:])
 tier = DiskTier.open(root, capacity_bytes=capacity_bytes)

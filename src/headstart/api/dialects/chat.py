@@ -10,16 +10,16 @@ from headstart import __version__
 from headstart.api.ask import Ask
 from headstart.api.dialects.base import DONE, KEEPALIVE, About, event
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
+from headstart.api.dialects.tools import choice_of, format_of
 from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason
 from headstart.errors import RequestError
+from headstart.render.answers import Call, Part, Text
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -32,6 +32,11 @@ _LEAST_LOG = -9999.0  # stands for what JSON cannot say: a probability of 0
 class Request(Common, kw_only=True):
     messages: list[Any]
     tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -53,6 +58,10 @@ def parse(body: bytes, headers: Mapping[str, str]) -> Ask:
         logprobs_param="top_logprobs",
         messages=tuple(request.messages),
         tools=tuple(request.tools) if request.tools else None,
+        tool_choice=choice_of(request.tool_choice),
+        parallel_calls=request.parallel_tool_calls is not False,
+        format=format_of(request.response_format, param="response_format"),
+        template=template_arguments(request.reasoning_effort, request.chat_template_kwargs),
         ignored=ignored,
     )
 
@@ -68,14 +77,15 @@ class Shape:
     about: About
     include_usage: bool = False
     _begun: set[int] = field(default_factory=set)
+    _calls: dict[int, int] = field(default_factory=dict)  # so far, by answer
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [
             {
                 "index": one.index,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "message": _message(one),
                 "logprobs": _logprobs(one.told),
-                "finish_reason": one.finish,
+                "finish_reason": finish_reason(one.finish, called=bool(one.calls)),
             }
             for one in answers
         ]
@@ -86,10 +96,13 @@ class Shape:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             yield self._chunk(piece.index, {"role": "assistant", "content": ""})
-        if piece.text or piece.told:
-            yield self._chunk(piece.index, {"content": piece.text}, logprobs=_logprobs(piece.told))
+        told = _logprobs(piece.told)
+        for part in piece.parts or ((Text(""),) if piece.told else ()):
+            yield self._chunk(piece.index, self._delta(piece.index, part), logprobs=told)
+            told = None
         if piece.finish is not None:
-            yield self._chunk(piece.index, {}, finish=piece.finish)
+            reason = finish_reason(piece.finish, called=self._calls.get(piece.index, 0) > 0)
+            yield self._chunk(piece.index, {}, finish=reason)
 
     def end(self, usage: Usage) -> Iterator[bytes]:
         if self.include_usage:
@@ -102,17 +115,49 @@ class Shape:
     def quiet(self) -> bytes:
         return KEEPALIVE
 
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, Call):
+            number = self._calls.get(index, 0)
+            self._calls[index] = number + 1
+            return {"tool_calls": [{"index": number, **_call(part)}]}
+        return {"content": part.text} if isinstance(part, Text) else {"reasoning_content": part.text}
+
     def _chunk(
         self,
         index: int,
         delta: dict[str, Any],
         *,
         logprobs: dict[str, Any] | None = None,
-        finish: FinishReason | None = None,
+        finish: str | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         chunk = envelope(self.about, "chat.completion.chunk", [choice])
         return event(chunk | {"usage": None} if self.include_usage else chunk)
+
+
+def template_arguments(effort: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the chat template is told of how much to reason, as templates know it, and whatever else was said."""
+    told: dict[str, Any] = {}
+    if effort is not None:
+        told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return told | dict(more or {})
+
+
+def finish_reason(finish: FinishReason | None, *, called: bool) -> str | None:
+    return "tool_calls" if called and finish == "stop" else finish
+
+
+def _message(answer: Piece) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [_call(call) for call in answer.calls]
+    return message
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def envelope(about: About, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

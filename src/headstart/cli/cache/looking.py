@@ -13,7 +13,8 @@ import click
 
 from headstart.block.extent import ExtentHeader
 from headstart.block.whole import examine
-from headstart.cache.open import capacities_of
+from headstart.cache.budget import used_up
+from headstart.cache.open import capacities_of, write_budget_bytes
 from headstart.cache.prefixes import Prefix, Spot
 from headstart.cli.cache import DAMAGED
 from headstart.cli.cache.cached import (
@@ -34,6 +35,7 @@ from headstart.cli.cache.cached import (
 )
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import HeadstartError, NotThere
+from headstart.policy.admission import keeps_new
 from headstart.tier.devices.rooms import room_of
 from headstart.tier.disk.scrub import require_same
 
@@ -236,17 +238,24 @@ def _tell(facts: dict[str, Any]) -> None:
     click.echo(f"tokens          {facts['tokens']}  (begins {' '.join(map(str, facts['first_tokens'][:8]))} …)")
     click.echo(f"bytes           {as_bytes(facts['bytes'])}, {as_bytes(facts['own_bytes'])} for this prefix alone")
     click.echo(f"continued by    {so_many(facts['continued_by'], 'prefix', 'prefixes')}")
-    click.echo(f"class, tenant   {facts['class']}, {facts['tenant'] or '-'}")
+    terms = _terms(last)
+    differ = "  (of its last block; where others have others, it stands with their extent)"
+    click.echo(f"class, tenant   {terms}{differ if any(_terms(one) != terms for one in facts['extents']) else ''}")
     click.echo(f"representation  {facts['representation']}: {facts['kind']}, {so_many(facts['layers'], 'layer', 'layers')}")
     promised = f"until {facts['guaranteed_until']}" if facts["guaranteed"] else "nothing, it goes when room is needed"
     click.echo(f"promised        {promised}; expires {facts['expires'] or 'never'}")
     click.echo(f"pinned          {_pinned(facts)}")
     for extent in facts["extents"]:
-        state = f"  WRONG: {extent['fault']}" if "fault" in extent else ""
+        state = f", {_terms(extent)}" if _terms(extent) != terms else ""
+        state += f"  WRONG: {extent['fault']}" if "fault" in extent else ""
         click.echo(
             f"extent          {extent['file']}, byte {extent['offset']}: {extent['used_blocks']} of {extent['blocks']} blocks, "
             f"{as_bytes(extent['bytes'])}, written {extent['created']}{state}"
         )
+
+
+def _terms(facts: dict[str, Any]) -> str:
+    return f"{facts['class']}, {facts['tenant'] or '-'}"
 
 
 @click.command()
@@ -290,6 +299,7 @@ def _stat(cached: Cached) -> dict[str, Any]:
     prefixes = cached.prefixes.all()
     devices = []
     capacities = capacities_of(cached.config, [room_of(look.root) for look in cached.looks])
+    budget = _budget_used_up(cached)
     for look, capacity_bytes in zip(cached.looks, capacities, strict=True):
         mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
         usage = shutil.disk_usage(look.root)
@@ -298,7 +308,7 @@ def _stat(cached: Cached) -> dict[str, Any]:
             {
                 "directory": str(look.root),
                 "state": "active" if entry is None else entry.state,
-                "paused": _paused(cached.config, look.root, usage.free, usage.total),
+                "paused": _paused(cached.config, look.root, usage.free, usage.total) or budget,
                 "capacity_bytes": capacity_bytes,
                 "charged_bytes": look.charged_bytes,
                 "live_bytes": sum(info.extent_bytes for info in mine),
@@ -331,6 +341,18 @@ def _paused(config: CacheConfig, root: Path, free_bytes: int, total_bytes: int) 
     if free_bytes <= min_free_bytes:
         return f"cache.min_free keeps {as_bytes(min_free_bytes)} free for others; free space, or lower it"
     return ""
+
+
+def _budget_used_up(cached: Cached) -> str:
+    """Return what is said where the day's writes are spent, by what was written and is still there; else ""."""
+    budget_bytes = write_budget_bytes(cached.config, [look.root for look in cached.looks])
+    if budget_bytes is None or not cached.extents:
+        return ""
+    block_bytes = max(info.extent_bytes // max(1, info.blocks) for info in cached.extents)
+    written = [(info.created_ms / 1000, info.extent_bytes) for info in cached.extents]
+    if keeps_new(written, budget_bytes=budget_bytes, block_bytes=block_bytes, now_s=cached.now_ms / 1000):
+        return ""
+    return used_up(budget_bytes)
 
 
 @click.command()

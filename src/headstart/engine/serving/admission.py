@@ -139,7 +139,7 @@ class Admission(Generic[S]):
                 continue
             sequence.kv = None if self._owed_before(sequence) else self._rooms.first(sequence, None)
             if sequence.kv is None:
-                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.identity)
+                self._loads.promote(sequence.tokens, sequence.request.salt, sequence.request.shared_tokens, sequence.identity)
                 continue
             self._loads.start(sequence)
             if sequence.load is None:  # it is to be computed
@@ -151,10 +151,14 @@ class Admission(Generic[S]):
         if sequence.stored is None:
             try:
                 sequence.stored = self._bridge.stored_tokens(
-                    sequence.tokens, salt=sequence.request.salt, identity=sequence.identity
+                    sequence.tokens,
+                    salt=sequence.request.salt,
+                    shared_tokens=sequence.request.shared_tokens,
+                    identity=sequence.identity,
                 )
             except Exception:  # noqa: BLE001 - as where it is loaded, which will fail, be counted and logged again
                 sequence.stored = 0
+            sequence.note_known(sequence.stored)
         return sequence.stored
 
     def _offer(self, sequence: S) -> Offer[S] | None:

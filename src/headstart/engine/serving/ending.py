@@ -63,6 +63,7 @@ class Endings(Generic[S]):
                 sequence.tokens[: sequence.computed],
                 sequence.kv,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 retention=asked.retention,
                 tenant=asked.tenant,
@@ -70,6 +71,7 @@ class Endings(Generic[S]):
                 own_tokens=own_tokens,
                 states=states,
             )
+            sequence.note_saving(whole)
         except Exception:  # noqa: BLE001 - a request's outer edge: an answer is worth more than its cache entry
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
@@ -111,6 +113,8 @@ class Endings(Generic[S]):
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")
+            self._counters.add("written_tokens", sequence.written_tokens)
+            self._counters.add("kept_output_tokens", sequence.kept_output_tokens)
             token, logprobs = (None, None) if last is None else (last.token, last.logprobs)
             self.emit(sequence, TokenEvent(token, finish, sequence.receipt(time.monotonic()), error, logprobs))
 

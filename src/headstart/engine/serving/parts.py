@@ -99,13 +99,17 @@ class Loads(Protocol[S_contra]):
 
     def went_on(self, sequence: S_contra) -> None: ...
 
-    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool: ...
+    def promote(
+        self, tokens: Several[int], salt: str | bytes | None, shared_tokens: int, identity: Identity | None
+    ) -> bool: ...
 
 
 class Bridge(Protocol):
     """The engine's side of the prefix cache."""
 
-    def stored_tokens(self, tokens: Several[int], *, salt: str | None, identity: Identity | None = None) -> int:
+    def stored_tokens(
+        self, tokens: Several[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None = None
+    ) -> int:
         """Return how many of `tokens` a load would bring now."""
         ...
 
@@ -114,7 +118,8 @@ class Bridge(Protocol):
         tokens: Several[int],
         kv: Any,
         *,
-        salt: str | None,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
         retention: str,
         tenant: str,

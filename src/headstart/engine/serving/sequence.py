@@ -53,6 +53,8 @@ class Sequence:
     computed: int = 0  # tokens whose KV is there
     saved: int = 0  # tokens given to the cache so far
     saving: Ticket | None = None  # the latest save
+    accepted: int = 0  # tokens that are being written, or were, as far as the cache lacked them
+    known: int = 0  # tokens of the prompt that were stored before any of that
     stored: int | None = None  # tokens of the prompt that the cache had when it was asked
     looked_ahead: bool = False  # while it waited, its stored prefix was seen to; it may hold KV for that
     boundary: int | None = None  # behind how many tokens its next pass must end, because the state there is kept
@@ -79,6 +81,15 @@ class Sequence:
     @property
     def cached_tokens(self) -> int:
         return self.cached_memory_tokens + self.cached_disk_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of the prompt that were accepted for writing and were not known to be stored."""
+        return max(0, min(self.accepted, self.prompt_tokens) - max(self.known, self.cached_tokens))
+
+    @property
+    def kept_output_tokens(self) -> int:
+        return max(0, self.accepted - self.prompt_tokens)
 
     @property
     def over(self) -> bool:
@@ -138,6 +149,16 @@ class Sequence:
     def turn(self) -> Turn:
         return Turn(self.number, self.request.tenant, self.request.priority, self.room, self.passed_over)
 
+    def note_known(self, tokens: int) -> None:
+        """Note that so many tokens were found in the cache, unless they may be its own."""
+        if not self.accepted:
+            self.known = max(self.known, tokens)
+
+    def note_saving(self, tokens: int) -> None:
+        """Note that so many tokens were given to the cache, which may have refused them at once."""
+        if self.saving is not None and not self.saving.refused:
+            self.accepted = max(self.accepted, tokens)
+
     def saw_token(self) -> None:
         """Note when a token came."""
         now = time.monotonic()
@@ -179,4 +200,7 @@ class Sequence:
             decision=self.decision,
             preemptions=self.preemptions,
             longest_gap_s=self.longest_gap_s,
+            written_tokens=self.written_tokens,
+            kept_output_tokens=self.kept_output_tokens,
+            taken=self.admitted_s is not None,
         )

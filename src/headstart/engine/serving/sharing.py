@@ -29,14 +29,21 @@ def best_offer(sequence: S, running: Iterable[S], *, gives: Callable[[S], int]) 
     running = list(running)
     sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
-        if not one.use_cache or one.request.salt != sequence.request.salt or one.recurrent:
+        if not one.use_cache or one.recurrent:
             continue  # who joins a recurrent one would need the state at that place, which is gone
         if one.request.adapter != sequence.request.adapter or not (most := gives(one)):
             continue
-        tokens = min(_common(sequence, one), most)
+        tokens = min(_common(sequence, one), _allowed(sequence, one), most)
         if tokens > (0 if best is None else best.tokens):
             best = Offer(one, tokens, ready=one.load is None and one.computed >= tokens)
     return best
+
+
+def _allowed(sequence: Sequence, other: Sequence) -> int:
+    """Return how many tokens, in whole blocks, the salts of both let them have in common."""
+    if sequence.request.salt == other.request.salt:
+        return len(other.tokens)
+    return min(sequence.request.shared_tokens, other.request.shared_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def _common(sequence: Sequence, other: Sequence) -> int:

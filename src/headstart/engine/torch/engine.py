@@ -39,7 +39,8 @@ from headstart.engine.torch.sequence import Sequence
 from headstart.engine.torch.stepping import Stepper
 from headstart.metrics import Counters
 
-_TOUCH_TOKENS = 256  # KV memory that one idle moment backs with pages
+_TOUCH_TOKENS = 256  # KV memory that one idle moment backs with pages, …
+_TOUCH_AFTER_S = 1.0  # … so long after the last work: the first request often comes as soon as the server is ready
 
 
 class TorchEngine(ServingEngine[Sequence]):
@@ -117,6 +118,7 @@ class TorchEngine(ServingEngine[Sequence]):
             patience_s=load_timeout_s,
             gives=None if deterministic else shareable_tokens,
         )
+        self._worked_s = time.monotonic()  # when a step or the warm-up last ended
         self._start()
 
     # The door; any thread.
@@ -134,6 +136,7 @@ class TorchEngine(ServingEngine[Sequence]):
                 logprobs=request.logprobs,
                 min_tokens=request.min_tokens,
                 stop_ids=request.stop_ids,
+                constraint=request.constraint,
             ),
             use_cache=request.use_cache and self._bridge is not None,
             identity=self._identity(request.adapter),
@@ -182,6 +185,7 @@ class TorchEngine(ServingEngine[Sequence]):
         def run() -> None:
             for rows, row_keys, seconds in warm_up(self.model, self._memory, context_tokens=self.info.context_tokens):
                 self._speeds.passed(rows, row_keys, seconds, first=True)
+            self._worked_s = time.monotonic()
 
         self._call(run)
 
@@ -195,11 +199,14 @@ class TorchEngine(ServingEngine[Sequence]):
         work = self._stepper.plan()
         if work:
             self._stepper.step(work)
+            self._worked_s = time.monotonic()
         return bool(work)
 
     def _use_idle_moment(self) -> bool:
         """Back KV memory for later requests, look ahead when that is done; a request that arrives waits some 10 ms at most."""
-        if self._roster.wake.is_set() or self._memory.touch(_TOUCH_TOKENS):
+        if self._roster.wake.is_set():
+            return True
+        if time.monotonic() - self._worked_s >= _TOUCH_AFTER_S and self._memory.touch(_TOUCH_TOKENS):
             return True
         self._loads.look_ahead()
         return False

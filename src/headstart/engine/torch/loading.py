@@ -48,6 +48,7 @@ class Loads:
                 sequence.tokens,
                 sequence.kv,
                 salt=sequence.request.salt,
+                shared_tokens=sequence.request.shared_tokens,
                 identity=sequence.identity,
                 ahead_s=self._ahead_s(sequence),
                 mix=sequence.mix,
@@ -59,6 +60,7 @@ class Loads:
         finally:
             sequence.match_s = time.monotonic() - begun
         sequence.load = started.load
+        sequence.note_known(started.matched_tokens)
         if started.beyond_tokens:
             sequence.diverges = started.matched_tokens + started.beyond_tokens
         if started.plan is None:
@@ -76,6 +78,7 @@ class Loads:
                 session=asked.session,
                 tokens=sequence.tokens,
                 salt=asked.salt,
+                shared_tokens=asked.shared_tokens,
                 identity=sequence.identity,
                 started_s=sequence.submitted_s,
                 ended_s=time.monotonic(),
@@ -86,10 +89,12 @@ class Loads:
         if self._conversations is not None:
             self._conversations.look_ahead(time.monotonic())
 
-    def promote(self, tokens: Several[int], salt: str | None, identity: Identity | None) -> bool:
+    def promote(self, tokens: Several[int], salt: str | bytes | None, shared_tokens: int, identity: Identity | None) -> bool:
         """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
         try:
-            return self._bridge is not None and self._bridge.promote(tokens, salt=salt, identity=identity)
+            return self._bridge is not None and self._bridge.promote(
+                tokens, salt=salt, shared_tokens=shared_tokens, identity=identity
+            )
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._counters.add("match_faults")
             _log.exception("bringing a prefix to memory failed")

@@ -22,6 +22,7 @@ from headstart.engine.torch.lora import Adapter, Adapters, read_adapter
 from headstart.engine.torch.model import Model, TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
+from headstart.tier.base import TierStatistics
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
@@ -193,8 +194,14 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
     if not tiers:
         cache.close()
         return None, "; ".join(("off", *wrong))
-    places = " and ".join({"memory": "in memory", "disk": "on disk"}.get(name, f"in {name}") for name in tiers)
+    places = " and ".join(map(_place, tiers.values()))
     return cache, "; ".join((f"prefixes are kept {places}", *wrong))
+
+
+def _place(tier: TierStatistics) -> str:
+    if tier.name != "disk":
+        return f"in {tier.name}"
+    return "on disk" if tier.capacity_bytes else "on disk once it can be opened"
 
 
 def _disk_capacity(config: CacheConfig) -> tuple[int, str]:

@@ -68,14 +68,15 @@ class PrefixBridge:
         tokens: Sequence[int],
         kv: HostKV | DeviceKV,
         *,
-        salt: str | None,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
         ahead_s: float = 0.0,
         mix: bool = False,
     ) -> Started:
         """Begin to bring the longest stored prefix into `kv`. `identity`: of the blocks, where it is not the model's alone.
         `mix`: reading all of it has turned out too slow."""
-        lease = self._cache.match(tokens, salt=salt, identity=identity)
+        lease = self._cache.match(tokens, salt=salt, shared_tokens=shared_tokens, identity=identity)
         under_way: PrefixLoad | Meeting | None = None
         plan = None
         try:
@@ -87,26 +88,38 @@ class PrefixBridge:
                 lease.release()
         return Started(under_way, plan, lease.tokens, lease.beyond_tokens)
 
-    def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | None) -> PrefixLoad | None:
+    def load_all(self, tokens: Sequence[int], kv: HostKV | DeviceKV, *, salt: str | bytes | None) -> PrefixLoad | None:
         """Return a load of all of the longest stored prefix into `kv`, whatever else would be sooner; None for a miss."""
         with self._cache.match(tokens, salt=salt) as lease:
             return self._load(lease, Plan("load", lease.tokens), kv) if lease.tokens else None
 
-    def stored_tokens(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None = None) -> int:
+    def stored_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
+        identity: Identity | None = None,
+    ) -> int:
         """Return how many of `tokens` a load would bring now."""
-        with self._cache.match(tokens, salt=salt, identity=identity, ahead=True) as lease:
+        with self._cache.match(tokens, salt=salt, shared_tokens=shared_tokens, identity=identity, ahead=True) as lease:
             return lease.tokens
 
-    def promote(self, tokens: Sequence[int], *, salt: str | None, identity: Identity | None) -> bool:
+    def promote(
+        self, tokens: Sequence[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None
+    ) -> bool:
         """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
-        return self._cache.promote(tokens, most_bytes=_PROMOTED_BYTES, salt=salt, identity=identity)
+        return self._cache.promote(
+            tokens, most_bytes=_PROMOTED_BYTES, salt=salt, shared_tokens=shared_tokens, identity=identity
+        )
 
     def save(
         self,
         tokens: Sequence[int],
         kv: HostKV | DeviceKV | BranchKV,
         *,
-        salt: str | None,
+        salt: str | bytes | None,
+        shared_tokens: int = 0,
         identity: Identity | None = None,
         retention: str,
         tenant: str,
@@ -133,6 +146,7 @@ class PrefixBridge:
                 tokens,
                 host,
                 salt=salt,
+                shared_tokens=shared_tokens,
                 identity=identity,
                 retention=retention,
                 tenant=tenant,

@@ -1,8 +1,10 @@
 """From logits to the next token: greedy, or drawn with temperature, min-p, top-k and top-p from the request's own generator.
 
     logits ─▶ log probabilities, where they are asked for
-       └────▶ penalties ─▶ bias ─▶ no end before `min_tokens` ─▶ the best one
-                                                         └─────▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
+       └────▶ penalties ─▶ bias ─▶ no end before `min_tokens` ─▶ what is allowed
+                 ┌──────────────────────────────────────────────────────┘
+                 ├────▶ the best one
+                 └────▶ temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ one drawn
 
 One look at a step's logits finds each row's best token and whether the row is finite. A greedy row without penalties or bias
 needs no more than that; any other is worked on by itself.
@@ -17,7 +19,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from headstart.engine.base import Logprobs, Sampling
+from headstart.engine.base import Constraint, Logprobs, Sampling
 from headstart.engine.serving.parts import Choice
 
 _log = logging.getLogger(__name__)
@@ -38,12 +40,14 @@ class Sampler:
         logprobs: int | None = None,
         min_tokens: int = 0,
         stop_ids: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self.logprobs = logprobs
         self._sampling = sampling
         self._prompt = prompt
         self._stop_ids = tuple(stop_ids)
         self._unended = min_tokens if stop_ids else 0  # tokens to be chosen before one may be the last
+        self._constraint = constraint
         self._penalties: _Penalties | None = None
         self._generator: torch.Generator | None = None
         if not self.greedy:
@@ -65,6 +69,8 @@ class Sampler:
         token = best if self.greedy else self.draw(scores)
         if self._penalties is not None:
             self._penalties.count(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         self._unended = max(0, self._unended - 1)
         return token
 
@@ -95,9 +101,16 @@ class Sampler:
         if sampling.logit_bias:
             tokens, added = zip(*sampling.logit_bias, strict=True)
             logits = logits.index_add(0, _on(tokens, logits), logits.new_tensor(added))
+        ended = logits
         if self._unended:
             ends = [token for token in self._stop_ids if token < len(logits)]  # a tokenizer may know more than the model
             logits = logits.index_fill(0, _on(ends, logits), float("-inf"))
+        if self._constraint is not None and (allowed := self._constraint.allowed()) is not None:
+            forbidden = ~_bits(allowed, like=logits)
+            held = logits.masked_fill(forbidden, float("-inf"))
+            if self._unended and not bool((held > float("-inf")).any()):  # nothing may come but the end
+                held = ended.masked_fill(forbidden, float("-inf"))
+            logits = held
         return logits
 
 
@@ -120,6 +133,16 @@ class _Penalties:
             repeated = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
             logits = torch.where(self._seen, repeated, logits)
         return logits - sampling.frequency_penalty * self._counts - sampling.presence_penalty * (self._counts > 0)
+
+
+def _bits(mask: bytes, *, like: Tensor) -> Tensor:
+    """Return a mask's bits as booleans, False beyond its end, on the device of logits [vocabulary]."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    flags = torch.zeros(like.numel(), dtype=torch.bool)
+    count = min(like.numel(), bits.numel())
+    flags[:count] = bits.flatten()[:count].bool()
+    return flags.to(like.device)
 
 
 def _on(tokens: Sequence[int], logits: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class VLLMEngine:
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         refuse_impossible(request, self.info)
+        if request.constraint is not None:
+            raise RequestError("answers of vLLM cannot be held to a form here yet; ask for text", param="response_format")
         flight = _Flight(request, on_event, time.monotonic())
         with self._lock:
             if self.failed is not None:

@@ -82,9 +82,15 @@ def asked(request: GenerationRequest, *, model: str) -> dict[str, Any]:
     if not request.use_cache:
         body["cache_salt"] = uuid.uuid4().hex  # nothing is found under a salt that nobody ever had
     elif request.salt:
-        long = len(request.salt) > _SALT_CHARACTERS
-        body["cache_salt"] = sha256(request.salt.encode("utf-8", "surrogatepass")).hexdigest() if long else request.salt
+        body["cache_salt"] = _text_of(request.salt)
     return body
+
+
+def _text_of(salt: str | bytes) -> str:
+    """Return a salt as vLLM takes it. Bytes, and what is too long, go by their digest."""
+    if isinstance(salt, str) and len(salt) <= _SALT_CHARACTERS:
+        return salt
+    return sha256(salt if isinstance(salt, bytes) else salt.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(slots=True)

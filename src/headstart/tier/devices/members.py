@@ -27,6 +27,7 @@ from headstart.tier.devices.listing import DeviceList, Entry, newest, read_list,
 from headstart.tier.devices.rooms import PATIENCE_S, room_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import DEVICES, MARKER
+from headstart.tier.disk.pause import may_pass, why
 from headstart.tier.lookup_thread import Late, ask_apart
 
 OPEN_S = 60.0  # how long opening waits for a device; one that takes longer joins when it is open
@@ -74,11 +75,17 @@ class Members:
         self._late: dict[str, tuple[Device, Future[None]]] = {}  # device id → one that is being opened for too long
         self._said: set[str] = set()
         self._retry_due = 0.0
+        self._not_begun = ""  # why no device could be had at the start, where it is tried again
 
     @property
     def single(self) -> bool:
-        """Whether this is one directory by itself, and always was."""
-        return self._listed is None
+        """Whether this is one directory by itself, always was, and was opened once: then its extents' ids are the tier's."""
+        return self._listed is None and self._next_serial <= 1
+
+    @property
+    def waits_for(self) -> str:
+        """Why there is no device yet; "" where there is, or was."""
+        return self._not_begun
 
     @property
     def missing(self) -> tuple[Entry, ...]:
@@ -86,8 +93,17 @@ class Members:
         here = {device.id for device in self.devices}
         return () if self._listed is None else tuple(entry for entry in self._listed.used if entry.id not in here)
 
-    def start(self) -> None:
-        """Open every device. Raises StoreError, OSError or ValueError where not one can be had."""
+    def start(self, *, patient: bool) -> None:
+        """Open every device. Raises StoreError, OSError or ValueError where not one can be had. `patient`: what may pass by
+        itself is said, and `look` tries again."""
+        try:
+            self._begin()
+        except (StoreError, OSError) as error:
+            if not (patient and may_pass(error)):
+                raise
+            self._wait_for(error)
+
+    def _begin(self) -> None:
         try:
             if len(self._configured) == 1 and not self._has_list(self._configured[0]):
                 self._start_single(Device(self._configured[0], clock=self._clock))
@@ -102,16 +118,43 @@ class Members:
             self._resize()
             self._publish()
         except BaseException:
-            self.close(time.monotonic() + 1.0)
+            self._give_up_all(time.monotonic() + 1.0)
             raise
+
+    def _begin_again(self) -> None:
+        self._retry_due = self._clock() + RETRY_S
+        self._late.clear()
+        try:
+            self._begin()
+        except (StoreError, OSError, ValueError) as error:
+            self._wait_for(error)
+            return
+        self._not_begun = ""
+        log.warning("disk tier: %s can be used now", ", ".join(str(device.path) for device in self.devices))
+
+    def _wait_for(self, error: StoreError | OSError | ValueError) -> None:
+        self._not_begun = f"it could not be opened yet ({why(error)}), and is tried again every {RETRY_S:.0f} s"
+        self._retry_due = self._clock() + RETRY_S
+        said = f"no disk tier yet, so prompts are forgotten with the process; it is tried again every {RETRY_S:.0f} s: {error}"
+        if said not in self._said:
+            self._said.add(said)
+            log.warning("%s", said)
 
     def look(self) -> None:
         """Follow the list, let go of what is gone, try what failed, look for what is missing."""
         if not self._looking.acquire(blocking=False):
             return  # somebody is at it
         try:
+            if self._not_begun:
+                if self._clock() >= self._retry_due and not self.closed:
+                    self._begin_again()
+                return
             self._follow_list()
-            if self.single:
+            self._reopen_what_may_be_written()
+            if self._listed is None:
+                if any(device.gone for device in self.devices):
+                    self._drop(self.devices)
+                    self._begin_again()
                 return
             self._drop([device for device in self.devices if device.gone])
             if self._clock() < self._retry_due:
@@ -123,6 +166,26 @@ class Members:
             self._find_missing()
         finally:
             self._looking.release()
+
+    def _reopen_what_may_be_written(self) -> None:
+        """Let go of a device that could only be read when it was opened and now takes a write; it is opened anew."""
+        if self._clock() < self._retry_due or not any(
+            device.tier is not None and device.tier.only_read for device in self.devices
+        ):
+            return
+        if self._listed is None:
+            self._retry_due = self._clock() + RETRY_S
+        for device in self.devices:
+            if device.tier is None or not device.tier.only_read:
+                continue
+            try:
+                device.change(DiskTier.probe)
+            except (OSError, StoreError):
+                continue
+            log.warning("disk tier: %s may be written again", device.path)
+            self._let_go([device])
+            if self._listed is None:
+                self._begin_again()
 
     def mark_drained(self, device: Device) -> None:
         """Say in the list that a device has been drained; `look` follows it. Raises OSError, StoreError."""
@@ -139,6 +202,9 @@ class Members:
 
     def close(self, deadline: float) -> None:
         self.closed = True
+        self._give_up_all(deadline)
+
+    def _give_up_all(self, deadline: float) -> None:
         with self._lock:
             devices, self.devices = self.devices, ()
         for device in devices:  # all begin before one is waited for
@@ -278,13 +344,16 @@ class Members:
 
     def _drop(self, devices: Sequence[Device]) -> None:
         if devices:
-            with self._lock:
-                self.devices = tuple(device for device in self.devices if device not in devices)
-            for device in devices:
-                self._counters.add("devices_lost")
-                device.close(time.monotonic() + 1.0)
-            self._tell_anew()
-            self._retry_due = 0.0
+            self._counters.add("devices_lost", len(devices))
+            self._let_go(devices)
+
+    def _let_go(self, devices: Sequence[Device]) -> None:
+        with self._lock:
+            self.devices = tuple(device for device in self.devices if device not in devices)
+        for device in devices:
+            device.close(time.monotonic() + 1.0)
+        self._tell_anew()
+        self._retry_due = 0.0
 
     def _tell_anew(self) -> None:
         """A device came or went, and with it more than is told block by block."""

@@ -82,15 +82,19 @@ class DeviceTier:
         capacities: Capacities,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
+        patient: bool = False,
     ) -> DeviceTier:
         """Open directories as one tier, and those that were added to them by command. `open_directory` opens one with a
         capacity; `capacities` says how large each may be, given the file systems of all. Raises StoreError, OSError or
-        ValueError where not one can be had; where some cannot, `warnings` says so."""
+        ValueError where not one can be had; where some cannot, `warnings` says so.
+
+        `patient`: for a reason that may pass (a full disk, a read-only mount, another process in the way) nothing is raised,
+        and the tier has no device until one can be had."""
         if not directories:
             raise ValueError("a tier of no directory was asked for; name at least one")
         counters = Counters()
         members = Members(directories, open_directory=open_directory, capacities=capacities, counters=counters, clock=clock)
-        members.start()
+        members.start(patient=patient)
         return cls(members, counters, look_s=look_s)
 
     @property
@@ -313,7 +317,7 @@ class DeviceTier:
             blocks=sum(one.blocks for one in each),
             counters=dict(counters),
             written_day_bytes=sum(one.written_day_bytes for one in each),
-            paused=next((why for why in paused if why), "") if all(paused) else "",
+            paused=(next((why for why in paused if why), "") if all(paused) else "") or self._members.waits_for,
             live_bytes_by_class=dict(classes),
             live_bytes_by_tenant=dict(tenants),
             devices=each,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import WriteOutcome
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.charges import SEGMENT_FOLDERS_BYTES, has_room, make_room, measure_folders, survey
 from headstart.tier.disk.door import Handle
 from headstart.tier.disk.evicting import keep_within_quota
@@ -29,6 +28,7 @@ from headstart.tier.disk.records import (
 )
 from headstart.tier.disk.removal import measure, measure_stale, measure_unexplained, unlink
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
+from headstart.tier.disk.table import Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

@@ -16,12 +16,12 @@ from headstart.block.whole import aligned, examine
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.adding import add_extent
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.doubles import carry_over
 from headstart.tier.disk.durable import sync_places
 from headstart.tier.disk.records import ExtentName
 from headstart.tier.disk.removal import QUARANTINE, remove
 from headstart.tier.disk.scrub import require_same
+from headstart.tier.disk.table import Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

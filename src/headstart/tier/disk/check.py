@@ -7,10 +7,10 @@ from pathlib import Path
 
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.records import PREFIX_BYTES
 from headstart.tier.disk.removal import alone, give_back_waiting, measure_stale
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.table import Segment
 
 _METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own, and move them about later
 

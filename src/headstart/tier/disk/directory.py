@@ -136,12 +136,12 @@ class Directory:
             elif entry.name not in (MARKER, DEVICES, self.segments.name, self.journals.name):
                 listing.unknown.append(self.root / entry.name)
         self._list_segments(listing)
-        for path, found in self._names(self.journals, _JOURNAL, listing):
+        for found in self._names(self.journals, _JOURNAL, listing):
             generation = int(found[2], 16)
             if generation < GENERATIONS:
                 listing.journals.setdefault(bytes.fromhex(found[1]), []).append(generation)
             else:
-                listing.unknown.append(path)
+                listing.unknown.append(self.journals / found[0])
         for generations in listing.journals.values():
             generations.sort()
         return listing
@@ -173,14 +173,16 @@ class Directory:
                 strange = folder.is_strange and _FOLDER.fullmatch(folder.name)
                 (listing.in_the_way if strange else listing.unknown).append(self.segments / folder.name)
                 continue
-            for path, found in self._names(self.segments / folder.name, _SEGMENT, listing):
+            shard = int(folder.name, 16)
+            for found in self._names(self.segments / folder.name, _SEGMENT, listing):
                 name = SegmentName(bytes.fromhex(found[1]), int(found[2], 16))
-                if name.sequence < SEQUENCES and path == self.segment_path(name):
+                if name.sequence < SEQUENCES and name.sequence % _SHARDS == shard:
                     listing.segments.add(name)
                 else:
-                    listing.unknown.append(path)
+                    listing.unknown.append(self.segments / folder.name / found[0])
 
-    def _names(self, folder: Path, pattern: re.Pattern[str], listing: Listing) -> Iterator[tuple[Path, re.Match[str]]]:
+    def _names(self, folder: Path, pattern: re.Pattern[str], listing: Listing) -> Iterator[re.Match[str]]:
+        """Yield the names in a folder that are of a kind; no paths, which take longer to make than all the rest."""
         try:
             entries = self._disk.entries(folder)
         except OSError as error:
@@ -190,16 +192,15 @@ class Directory:
             listing.unknown.append(folder)
             return
         for entry in entries:
-            path = folder / entry.name
             found = pattern.fullmatch(entry.name)
-            if entry.is_strange and (found or _TEMPORARY.fullmatch(entry.name)):
-                listing.in_the_way.append(path)
-            elif found and not entry.is_directory:
-                yield path, found
+            if found and not entry.is_directory and not entry.is_strange:
+                yield found
+            elif entry.is_strange and (found or _TEMPORARY.fullmatch(entry.name)):
+                listing.in_the_way.append(folder / entry.name)
             elif _TEMPORARY.fullmatch(entry.name):
-                listing.temporary.append(path)
+                listing.temporary.append(folder / entry.name)
             else:
-                listing.unknown.append(path)
+                listing.unknown.append(folder / entry.name)
 
     def _make(self, path: Path) -> None:
         try:

@@ -114,6 +114,10 @@ class Disk(Protocol):
         """Take the whole file exclusively, without waiting; held until the handle is closed. False: somebody has it."""
         ...
 
+    def lock_holder(self, handle: Handle) -> str:
+        """Return who has the whole file's lock, for people, as far as that can be told."""
+        ...
+
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
         """Lock bytes of a file against other handles (also of this process), without waiting. False: somebody has them."""
         ...
@@ -277,6 +281,16 @@ class RealDisk:
         self._locked[handle] = os.getpid()
         return True
 
+    def lock_holder(self, handle: Handle) -> str:
+        found = os.fstat(handle)
+        where = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        with suppress(OSError, ValueError, IndexError):  # there is no such file, or it has another form
+            for line in Path("/proc/locks").read_text().splitlines():
+                words = line.split()
+                if words[1] == "FLOCK" and words[5] == where and int(words[4]) > 0:
+                    return _process(int(words[4]))
+        return SOMEBODY
+
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
         return _range_lock(handle, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, offset, nbytes)
 
@@ -314,6 +328,7 @@ class RealDisk:
         os.unlink(path)
 
 
+SOMEBODY = "another process"
 _IOV_MAX = 1024
 _PROBES = 8
 _BOUNCE_BYTES = 1 << 20
@@ -389,6 +404,15 @@ def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> bool:
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     return True
+
+
+def _process(pid: int) -> str:
+    """Return a process for people: its number, its name, and whether it is stopped."""
+    with suppress(OSError, ValueError):
+        said = Path(f"/proc/{pid}/stat").read_text()
+        name, state = said[said.index("(") + 1 : said.rindex(")")], said[said.rindex(")") + 2]
+        return f"process {pid} ({name}{', which is stopped' if state in 'Tt' else ''})"
+    return f"process {pid}"
 
 
 def _range_lock(descriptor: int, kind: int, offset: int, nbytes: int) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import Segment
+from headstart.tier.disk.table import Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

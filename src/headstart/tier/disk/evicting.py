@@ -16,9 +16,9 @@ import numpy.typing as npt
 from headstart.policy.eviction import Emptying, Files, Worth, choose_emptying, choose_victims, most_of_descendants, worth_of
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import ROW_MASK, Segment
 from headstart.tier.disk.records import PREFIX_BYTES
 from headstart.tier.disk.removal import alone, give_back_empty, give_back_waiting, remove, unlink
+from headstart.tier.disk.table import ROW_MASK, Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

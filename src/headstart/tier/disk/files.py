@@ -7,15 +7,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition
 
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk, Handle, OpenMode
 from headstart.tier.disk.pause import ONLY_READABLE
 from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
+from headstart.tier.disk.table import Segment
 
 MAX_IDLE_FILES = 256
 _SHARE_OF_FILES = 8  # such a part of the files that the process may have open is kept idle; a file has two descriptors
@@ -143,9 +144,9 @@ class SegmentFiles:
         with suppress(OSError):  # what was done with it is done
             self._disk.close(handle)
 
-    def check(self, segment: Segment) -> None:
-        """Raise what `hold` would raise. Nothing is kept open, for when thousands are looked at."""
-        handle = self._disk.open(self._directory.segment_path(segment.name), "read")
+    def check(self, segment: Segment, path: Path) -> None:
+        """Raise what `hold` would raise. Nothing is kept open, for when thousands are looked at. `path`: the segment's."""
+        handle = self._disk.open(path, "read")
         self._close(self._checked(segment, handle))
 
     def _open_checked(self, segment: Segment) -> Handle:

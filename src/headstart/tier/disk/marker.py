@@ -16,19 +16,23 @@ from headstart.tier.disk.directory import MARKER, Directory
 from headstart.tier.disk.door import Disk, Handle
 
 ALONE_S, ALONE_PAUSE_S = 10.0, 0.002  # how long another process may charge the directory, and how often that is asked
+AGAIN_S = 0.5  # and how long who has waited in vain waits the next times, until it once had the lock
 _AT_REST, _AT_WORK = b"\n", b" "
 
 
 class Marker:
     """Held by one thread at a time (the store's turn); who holds it may take it again. `unsure`: what is charged is not known,
-    because somebody died or failed over it; whoever measures all of it anew clears that."""
+    because somebody died or failed over it; whoever measures all of it anew clears that. `busy`: who held it for too long when
+    it was last asked for, in words; "" where nobody did."""
 
     def __init__(self, disk: Disk, directory: Directory) -> None:
         self.unsure = True  # nothing was measured yet
+        self.busy = ""
         self._disk = disk
         self._directory = directory
         self._handle: Handle | None = None
         self._mark_at: int | None = None
+        self._waits_s = ALONE_S
 
     @property
     def held(self) -> bool:
@@ -45,9 +49,14 @@ class Marker:
             return
         handle = self._disk.open(self._directory.root / MARKER, "write")
         try:
-            if not self._wait(handle, wait_s):
+            waits_s = min(wait_s, self._waits_s)
+            if not self._wait(handle, waits_s):
+                if wait_s:
+                    self.busy = f"{self._disk.lock_holder(handle)} has been writing for over {ALONE_S:.0f} s"
+                    self._waits_s = AGAIN_S
                 yield False
                 return
+            self.busy, self._waits_s = "", ALONE_S
             self._handle, self._mark_at = handle, None
             try:
                 if charging:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from headstart.errors import StoreError
+
 STOPPED_S = 30.0  # how long nothing is stored after the medium refused
 BUSY_S = 2.0  # and how long after another process was too long about it: a slow disk stores less, and goes on
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -16,6 +18,26 @@ SHORT = {errno.EMFILE, errno.ENFILE}  # of open files
 GONE = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EROFS}
 ONLY_READABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 LOST = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}  # the last: something else stands in its place
+
+
+# What a start meets that may be over a while later, without anybody naming another directory or moving a file.
+PASSING = FULL | SHORT | GONE | ONLY_READABLE
+_PASSING_REASONS = {"busy", "full"}  # not "hangs": each try would leave a thread behind
+
+
+def may_pass(error: StoreError | OSError) -> bool:
+    """Whether a directory that could not be opened is worth another try."""
+    if isinstance(error, OSError):
+        return error.errno in PASSING
+    return error.facts.get("errno") in PASSING or error.facts.get("reason") in _PASSING_REASONS
+
+
+def why(error: StoreError | OSError | ValueError) -> str:
+    """Return in a few words, without a path, why a directory could not be opened: as `told`."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "facts", {}).get("errno")
+    if code:
+        return os.strerror(code)
+    return str(getattr(error, "facts", {}).get("why") or "the log says why")
 
 
 def told(error: OSError) -> str:

@@ -16,10 +16,10 @@ from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
 from headstart.tier.base import ExtentId, RawExtent, ReadRange
-from headstart.tier.disk.books import Segment
 from headstart.tier.disk.door import Handle, RealDisk
 from headstart.tier.disk.pause import LOST
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.table import Segment
 
 _TIER = "disk"
 

@@ -22,7 +22,7 @@ from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import REMOVALS_KEPT, Books, Segment
+from headstart.tier.disk.books import REMOVALS_KEPT, Books
 from headstart.tier.disk.bulk import Loaded
 from headstart.tier.disk.charges import charged_bytes
 from headstart.tier.disk.directory import Directory, Listing
@@ -42,6 +42,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.removal import alone, measure
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.table import Segment
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def recover(
         if own is None:
             with marker.hold(charging=True) as only_one:
                 if not only_one:
-                    raise StoreError("another process has been writing for too long", reason="busy", path=directory.root)
+                    raise StoreError(marker.busy, reason="busy", path=directory.root)
                 _require_room(disk, directory, capacity_bytes)
                 journal = Journal.create(
                     disk,
@@ -308,14 +309,15 @@ def _see_all(store: Store, segments: Sequence[Segment]) -> Iterator[_Seen]:
 
 
 def _see(store: Store, segment: Segment) -> _Seen:
+    path = store.directory.segment_path(segment.name)
     try:
-        facts = store.disk.stat(store.directory.segment_path(segment.name))
+        facts = store.disk.stat(path)
     except FileNotFoundError:
         return _Seen(None)
     except OSError as error:
         return _Seen(None, error)
     try:
-        store.files.check(segment)
+        store.files.check(segment, path)
     except (OSError, StoreError) as error:
         return _Seen(facts, error)
     return _Seen(facts)

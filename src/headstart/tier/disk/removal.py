@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import ExtentId
-from headstart.tier.disk.books import CONDEMNED, Segment
 from headstart.tier.disk.door import Handle
 from headstart.tier.disk.records import ExtentName, removed_records
+from headstart.tier.disk.table import CONDEMNED, Segment
 
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store

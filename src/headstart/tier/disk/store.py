@@ -24,7 +24,7 @@ from headstart.policy.clock import SteadyClock
 from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.adding import add_extent, seal_segments
-from headstart.tier.disk.books import Books, Segment
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.carrying import carry
 from headstart.tier.disk.charges import survey
 from headstart.tier.disk.directory import Directory
@@ -38,6 +38,7 @@ from headstart.tier.disk.pause import BUSY_S, FULL, GONE, LOST, SHORT, Pause, to
 from headstart.tier.disk.promises import Promises
 from headstart.tier.disk.records import BOUNDARY_STATE, ExtentAdded, Record, SegmentOpened, milliseconds
 from headstart.tier.disk.removal import QUARANTINE, give_back_waiting, measure, remove, unlink
+from headstart.tier.disk.table import Segment
 from headstart.tier.disk.upkeep import Upkeep
 
 TURN_S = 30.0
@@ -167,7 +168,7 @@ class Store:
         outermost, wait_s = not self.marker.held, ALONE_S if wait_s is None else wait_s
         with self.marker.hold(charging=True, wait_s=wait_s) as alone:
             if not alone and wait_s:
-                self.pauses.begin(f"another process has been writing for {wait_s:.0f} s", for_s=BUSY_S)
+                self.pauses.begin(self.marker.busy, for_s=BUSY_S)
             if alone and outermost:
                 alone = self.follow()
                 if alone and (self.marker.unsure or self.opening):

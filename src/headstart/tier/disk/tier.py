@@ -142,7 +142,8 @@ class DiskTier:
             return cls(store, others, bypasses_page_cache=False, clock=clock)
         except StoreError as error:
             message = f"cache directory {directory} cannot be used ({error}); try again, or choose another directory"
-            raise TierUnavailable(message, tier=cls.name, path=directory) from error
+            facts = {"reason": error.facts.get("reason"), "why": error.message}
+            raise TierUnavailable(message, tier=cls.name, path=directory, **facts) from error
         tier = cls(store, others, bypasses_page_cache=direct, clock=clock)
         store.counters.add("marker_rewritten", place.rewritten)
         store.make_room()
@@ -250,6 +251,11 @@ class DiskTier:
         are meant of all of it."""
         self._store.capacity_bytes, self._store.whole_bytes = capacity_bytes, whole_bytes
         self._store.make_room()
+
+    @property
+    def only_read(self) -> bool:
+        """Whether it was opened where nothing may be changed."""
+        return self._store.only_read
 
     @property
     def room_bytes(self) -> int:

@@ -1,0 +1,244 @@
+"""What becomes of a request beside its answer: who may send it, how much, what it used, where its time went.
+
+    caller ─▶ open: within its limits? ─▶ Account ─▶ charged ─▶ told: refused, or ended ─▶ usage log · receipt · metrics · trace
+
+Whatever fails in keeping accounts is counted and logged, and fails no request. For the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headstart.api.keyring import ANYBODY, Caller, Keyring
+from headstart.api.limits import Limits, Pace, Pass
+from headstart.api.receipts import Receipts, Times, facts_of
+from headstart.engine.base import Receipt
+from headstart.errors import RequestError
+from headstart.ledger.entry import EngineCounts, Entry, Finish
+from headstart.ledger.log import UsageLog
+from headstart.metrics import Counters
+
+if TYPE_CHECKING:
+    from headstart.api.generation import Generation
+
+_log = logging.getLogger("headstart")
+_MOST_TENANTS = 100  # that metrics name; others are "*" together
+_SUMMED = ("prompt", "cached_memory", "cached_disk", "written", "output")
+GONE = 499  # the status of whoever went away before the answer
+
+
+class Ended(Protocol):
+    """Is told of every request that has ended, beside the usage log."""
+
+    def __call__(self, account: Account, entry: Entry, times: Times | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One request's. `refused` or `ended` closes it; what comes later counts for nothing."""
+
+    accounts: Accounts
+    caller: Caller
+    endpoint: str
+    headers: Mapping[str, str]
+    leave: Pass
+    id: str
+    arrived_s: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.time)  # seconds since 1970
+    tokenised_s: float | None = None
+    model: str = ""
+    session: str = ""
+    retention: str = "default"
+    max_tokens: int | None = None
+    status: int = 200
+    closed: bool = False
+
+    def tokenised(self, prompt_tokens: int) -> None:
+        """Note that the prompt's tokens are known, and charge them."""
+        self.tokenised_s = time.monotonic()
+        self.leave.used(prompt_tokens)
+
+    @property
+    def tokenise_s(self) -> float:
+        return (self.tokenised_s or time.monotonic()) - self.arrived_s
+
+    def refused(self, error: RequestError) -> None:
+        """The request ends before the engine had it."""
+        self.status = error.status
+        self._close(self._entry("refused"), None, None)
+
+    def left(self) -> None:
+        """The client went away before the engine had its request, or the server failed on it."""
+        self.status = GONE
+        self._close(self._entry("abort"), None, None)
+
+    def ended(self, generation: Generation) -> None:
+        """The engine is through with all answers and nobody reads them any more."""
+        self.accounts.pace.landed()
+        receipts = [answer.receipt for answer in generation.answers if answer.receipt is not None]
+        usage = generation.usage()
+        taken = bool(receipts) and receipts[0].taken
+        self.leave.used(usage.prompt_tokens + usage.output_tokens)
+        finish = _finish_of(generation)
+        if finish == "abort" and self.status == 200:
+            self.status = GONE
+        entry = self._entry(
+            finish,
+            answers=len(generation.answers),
+            prompt=usage.prompt_tokens if taken else 0,
+            cached_memory=usage.cached_memory_tokens if taken else 0,
+            cached_disk=usage.cached_disk_tokens if taken else 0,
+            written=usage.written_tokens,
+            output=usage.output_tokens,
+            kept_output=sum(receipt.kept_output_tokens for receipt in receipts),
+            first_token_s=receipts[0].first_token_s if receipts else None,
+            total_s=time.monotonic() - self.arrived_s,
+            engine=_counts_of(receipts),
+        )
+        times = Times.of(receipts[0], tokenise_s=self.tokenise_s) if receipts else None
+        self._close(entry, times, receipts)
+        if usage.clamped:
+            self.accounts.counters.add("usage_clamped")
+
+    def _entry(self, finish: Finish, **more: Any) -> Entry:
+        return Entry(
+            id=self.id,
+            time=time.time(),
+            tenant=self.caller.tenant,
+            key=self.caller.key_id,
+            model=self.model,
+            endpoint=self.endpoint,
+            session=self.session,
+            retention=self.retention,
+            finish=finish,
+            status=self.status,
+            **more,
+        )
+
+    def _close(self, entry: Entry, times: Times | None, receipts: list[Receipt] | None) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.leave.end()
+        self.accounts.keep(self, entry, times, receipts or [])
+
+
+class Accounts:
+    """`keyring`: None lets everybody in. `log`: None keeps no usage log. `deadline_s`: the longest that a request may take.
+    `on_ended`: told of every request, for traces. `clock`: that limits go by."""
+
+    def __init__(
+        self,
+        *,
+        keyring: Keyring | None = None,
+        log: UsageLog | None = None,
+        deadline_s: float | None = None,
+        on_ended: Ended | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.keyring = keyring
+        self.log = log
+        self.deadline_s = deadline_s
+        self.pace = Pace()
+        self.receipts = Receipts()
+        self.counters = Counters()
+        self.by_tenant: dict[str, dict[str, int]] = {}
+        self._limits = Limits(clock)
+        self._on_ended = on_ended
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Return who sent these headers. Raises WrongKey."""
+        if self.keyring is None:
+            return ANYBODY
+        return self.keyring.caller(headers.get("authorization", ""), headers.get("x-api-key", ""))
+
+    def open(self, caller: Caller, *, endpoint: str, id: str, headers: Mapping[str, str]) -> Account:
+        """Return the account of one more request. Raises TooManyRequests, which is in the log, too."""
+        account = Account(self, caller, endpoint, headers, Pass(None, time.monotonic), id)
+        try:
+            account.leave = self._limits.enter(caller)
+        except RequestError as error:
+            account.refused(error)
+            raise
+        return account
+
+    def keep(self, account: Account, entry: Entry, times: Times | None, receipts: list[Receipt]) -> None:
+        """Log, count and tell; nothing that fails here reaches a request."""
+        try:
+            self._count(entry)
+            if self.log is not None:
+                self.log.add(entry)
+            if receipts:
+                self.receipts.keep(entry.id, entry.tenant, _told(entry, times, receipts))
+            if self._on_ended is not None:
+                self._on_ended(account, entry, times)
+        except Exception:  # noqa: BLE001 - the accounts' outer edge: an answer is worth more than its line
+            self.counters.add("account_faults")
+            _log.exception("keeping the account of request %s failed", entry.id)
+
+    def close(self) -> None:
+        if self._on_ended is not None:
+            self._on_ended.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _count(self, entry: Entry) -> None:
+        name = entry.tenant
+        if name not in self.by_tenant and len(self.by_tenant) >= _MOST_TENANTS:
+            name = "*"
+        sums = self.by_tenant.setdefault(name, dict.fromkeys(("requests", *_SUMMED), 0))
+        sums["requests"] += 1
+        for column in _SUMMED:
+            sums[column] += getattr(entry, column)
+
+
+def _finish_of(generation: Generation) -> Finish:
+    """Return how a request ended: badly if any answer did."""
+    finishes = [answer.finish or "abort" for answer in generation.answers]
+    return next((bad for bad in ("error", "abort") if bad in finishes), finishes[0])
+
+
+def _counts_of(receipts: list[Receipt]) -> EngineCounts:
+    """Return what the engine's counters were raised by."""
+    taken = [receipt for receipt in receipts if receipt.taken]
+    return EngineCounts(
+        prompt=sum(receipt.prompt_tokens for receipt in taken),
+        cached_memory=sum(receipt.cached_memory_tokens for receipt in taken),
+        cached_disk=sum(receipt.cached_disk_tokens for receipt in taken),
+        generated=sum(receipt.completion_tokens for receipt in taken),
+        written=sum(receipt.written_tokens for receipt in taken),
+        kept_output=sum(receipt.kept_output_tokens for receipt in taken),
+    )
+
+
+def _told(entry: Entry, times: Times | None, receipts: list[Receipt]) -> dict[str, Any]:
+    """Return what is told of a request to whoever sent it."""
+    return {
+        "id": entry.id,
+        "object": "headstart.request",
+        "ended": entry.time,
+        "model": entry.model,
+        "endpoint": entry.endpoint,
+        "session": entry.session,
+        "class": entry.retention,
+        "finish": entry.finish,
+        "status": entry.status,
+        "usage": {
+            "prompt": entry.prompt,
+            "cached_memory": entry.cached_memory,
+            "cached_disk": entry.cached_disk,
+            "computed": entry.computed,
+            "written": entry.written,
+            "output": entry.output,
+            "kept_output": entry.kept_output,
+        },
+        "seconds": times,
+        **facts_of(receipts[0]),
+        "answers": entry.answers,
+    }

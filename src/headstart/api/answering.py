@@ -1,0 +1,82 @@
+"""How the answers to one request are read, and what they are held to: where tools, formats and the model's family meet.
+
+tools, auto        read as the family writes calls
+tools, required    held to that writing too; a family whose arguments are no JSON, or that is not known, to a plain JSON list
+a format           held to its schema; beside tools, to either
+nothing of these   reasoning alone is told from text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headstart.api.ask import Ask
+from headstart.api.served import Served
+from headstart.engine.base import Constraint
+from headstart.errors import RequestError
+from headstart.render.answers import PLAIN, AnswerReader
+from headstart.render.constraints import Grammar
+from headstart.render.messages import normal_tools
+
+_PROMPT_END = 24  # tokens, in which a template's marks before the answer lie
+
+
+class Answering:
+    """Made off the loop: a large schema takes a while. Raises RequestError for what cannot be held to."""
+
+    def __init__(self, served: Served, ask: Ask, prompt: Sequence[int]) -> None:
+        self._served = served
+        self._prompt_end = ""
+        self._family = served.answers if ask.messages is not None else None
+        self._tools: list[dict[str, Any]] = []
+        self._grammar: Grammar | None = None
+        if ask.messages is None:
+            return
+        tools = normal_tools(ask.tools) or []
+        choice = ask.tool_choice
+        if choice.mode != "none":
+            self._tools = [tool for tool in tools if choice.names is None or _name(tool) in choice.names]
+        missing = [name for name in choice.names or () if name not in map(_name, tools)]
+        if missing or (choice.mode == "required" and not self._tools):
+            named = f"{missing[0]!r}, which is not among tools" if missing else "a call, but there are no tools"
+            raise RequestError(f"tool_choice asks for {named}", param="tool_choice")
+        if choice.mode == "required":
+            if self._family is None or self._family.writing is None:
+                self._family = PLAIN
+            self._grammar = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
+        elif ask.format is not None:
+            calls = None
+            if self._tools and self._family is not None and self._family.writing is not None:
+                calls = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
+            self._grammar = served.constraints.json(
+                ask.format.schema, strict=ask.format.strict, param=ask.format.param, unless=calls
+            )
+        if self._family is not None:
+            self._prompt_end = served.renderer.decode(prompt[-_PROMPT_END:], special=True)
+        self.constraint()  # what cannot be held to is told now
+
+    @property
+    def reads(self) -> bool:
+        """Whether answers are read at all; if not, they are text."""
+        return self._family is not None
+
+    @property
+    def held(self) -> bool:
+        return self._grammar is not None
+
+    def reader(self) -> AnswerReader | None:
+        """Return what reads one answer."""
+        if self._family is None:
+            return None
+        return AnswerReader(self._family, prompt_end=self._prompt_end, tools=self._tools or None)
+
+    def constraint(self) -> Constraint | None:
+        """Return what one answer is held to."""
+        if self._grammar is None:
+            return None
+        return self._served.constraints.constraint(self._grammar, self._family, prompt_end=self._prompt_end)
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])

