@@ -20,6 +20,7 @@ from benchmarks import (
     slow_disk,
     store,
     trace,
+    turns,
     write,
 )
 
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "overhead": overhead,
     "slow_disk": slow_disk,
     "trace": trace,
+    "turns": turns,
     "store": store,
     "write": write,
 }

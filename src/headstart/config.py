@@ -36,6 +36,9 @@ Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
+Rules = Annotated[str, Meta(extra={"check": "rules"})]
+CANONICAL_RULES = ("billing-header", "cache-control", "text-parts", "reasoning", "tool-arguments", "generated-tokens")
+CANONICAL = ", ".join(CANONICAL_RULES)
 RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
 
@@ -132,6 +135,13 @@ class ServerConfig:
         str, Meta(description='where OpenTelemetry traces go by OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces"')
     ] = ""
     usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
+    canonical: Annotated[
+        Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
+    ] = CANONICAL
+
+    @property
+    def canonical_rules(self) -> tuple[str, ...]:
+        return parse_rules(self.canonical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +269,27 @@ def parse_quotas(text: str) -> dict[str, str]:
     return quotas
 
 
+def parse_rules(text: str) -> tuple[str, ...]:
+    """Return the named rules of canonical form. Raises ConfigError for a name that is none.
+
+    >>> parse_rules("text-parts, cache-control")
+    ('text-parts', 'cache-control')
+    """
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    for name in names:
+        if name not in CANONICAL_RULES:
+            near = get_close_matches(name, CANONICAL_RULES, n=1)
+            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(CANONICAL_RULES)}"
+            raise ConfigError(f"there is no rule {name!r}; {known}", text=text)
+    return names
+
+
+def longest_promise_s(retention: str) -> float:
+    """Return the longest time that a class guarantees, of those that are named and those that are built in."""
+    spans = parse_retention(RETENTION) | parse_retention(retention)
+    return max(guaranteed for guaranteed, _ in spans.values()) / 1000
+
+
 def require_budget(text: str) -> None:
     """Raise ConfigError for a write budget by which nothing is ever written.
 
@@ -344,6 +375,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "quotas": parse_quotas,
     "folders": parse_adapters,
     "words": parse_words,
+    "rules": parse_rules,
     "endpoint": lambda text: text and parse_endpoint(text),
 }
 

@@ -68,6 +68,12 @@ class AddressInUse(HeadstartError):
     exit_code = 4
 
 
+class NoServer(HeadstartError):
+    """No server answers where one was expected."""
+
+    exit_code = 4
+
+
 class UsageLogFailed(HeadstartError):
     """The usage log cannot be kept where it should be."""
 

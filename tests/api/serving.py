@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class ByteRenderer:
     """What `render.Renderer` promises, with bytes as tokens and a template of one tag a message."""
 
     stop_ids = frozenset({0})
+    ends = frozenset({"<user>"})
     vocabulary = 256
     special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
     template = ""
@@ -40,7 +42,23 @@ class ByteRenderer:
         arguments: Mapping[str, object] | None = None,
         context_tokens: int | None = None,
     ) -> list[int]:
-        return list("".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages)).encode())
+        return self.written(self.write(messages, tools=tools, arguments=arguments))
+
+    def write(
+        self,
+        messages: Sequence[object],
+        *,
+        tools: Sequence[object] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        join_parts: bool = True,
+    ) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages, join_parts=join_parts))
+
+    def written(
+        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
+    ) -> list[int]:
+        parts = [text] if isinstance(text, str) else text
+        return [token for part in parts for token in (part.encode() if isinstance(part, str) else part)]
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -65,15 +65,8 @@ def test_draining_aborts_what_does_not_end_in_time() -> None:
 class ToolRenderer(ByteRenderer):
     """Its template has a place for tools."""
 
-    def chat(
-        self,
-        messages: Sequence[object],
-        *,
-        tools: Sequence[object] | None = None,
-        arguments: Mapping[str, object] | None = None,
-        context_tokens: int | None = None,
-    ) -> list[int]:
-        return list(f"{tools}".encode()) + super().chat(messages)
+    def write(self, messages: Sequence[object], *, tools: Sequence[object] | None = None, **more: Any) -> str:
+        return f"{tools}" + super().write(messages)
 
 
 @pytest.mark.parametrize(

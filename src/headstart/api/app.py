@@ -96,12 +96,12 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
         if ask.stream:
             timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
-            return EventStream(generation, shape, timing, stall_s=stall_s)
+            return EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
         with generation:
             answers = await _unless_gone(request, _whole(generation))
         if answers is None:
             return Response(status_code=499)  # nobody reads it; the log line says "abort"
-        return _json(shape.whole(answers, generation.usage()), headers=_timing(generation))
+        return _json(shape.whole(answers, generation.usage()), headers=_timing(generation) | _canonical(generation))
 
     async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Generation]:
         key = account.caller.key
@@ -134,6 +134,11 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     )
     checked = KeyCheck(app, service.accounts, on_error=_on_error)
     return _RequestId(HostCheck(checked, host=host))  # the id outside of everything, so that the answer to a bug has its id too
+
+
+def _canonical(generation: Generation) -> dict[str, str]:
+    """Return the header that names the rules of canonical form that changed something."""
+    return {"x-headstart-canonical": ", ".join(sorted(generation.acted))} if generation.acted else {}
 
 
 async def _body(request: Request, more: Callable[[int], None], *, most: int) -> bytes:
@@ -232,10 +237,10 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return plain_response(500, "the server failed on this request; its log has the details")
 
 
-def _timing(generation: Generation) -> dict[str, str] | None:
+def _timing(generation: Generation) -> dict[str, str]:
     receipt = generation.answers[0].receipt
     if receipt is None:
-        return None
+        return {}
     return {"server-timing": Times.of(receipt, tokenise_s=generation.account.tokenise_s).header}
 
 

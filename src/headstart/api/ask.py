@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headstart.api.caching import Caching
 from headstart.api.keyring import ANYBODY, Caller
 from headstart.errors import RequestError
 
@@ -73,6 +74,8 @@ class Ask:
     ignored: tuple[str, ...] = ()
     echo: Mapping[str, Any] = field(default_factory=dict)
     handling: Handling = Handling()
+    caching: Caching = field(default_factory=Caching)
+    progress: bool = False  # whether it is told how far the prompt is
     caller: Caller = ANYBODY
 
     @property

@@ -11,12 +11,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from headstart.api.accounts import Account
 from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
-from headstart.api.pieces import Piece, Told
+from headstart.api.pieces import Piece, Told, joined
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt, TokenEvent
@@ -43,6 +44,9 @@ class Answer:
         self.reasoning_tokens = 0  # of them
         self.read = False  # whether its text has been taken to its end, or nobody takes it any more
         self.reported = False
+        self.complete = False  # it ended by itself, with all of its tokens told
+        self._tokens: list[int] = []
+        self._pieces: list[Piece] = []
         self._token_bytes = served.renderer.token_bytes
         self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens, special=answering.reads)
         self._reader = answering.reader()
@@ -54,8 +58,11 @@ class Answer:
         """Return what `event` lets go, and `finish` if that is all."""
         if self.read:  # on its way when a stop text had ended the answer
             return Piece(self.index)
+        if event.progress is not None:
+            return Piece(self.index, progress=event.progress)
         text = ""
         if event.token is not None:
+            self._tokens.append(event.token)
             self.completion_tokens += 1
             if self._reader is not None and self._reader.reasoning:
                 self.reasoning_tokens += 1
@@ -69,7 +76,15 @@ class Answer:
         if self._text.stopped or enough:
             self.finish = "stop"
         self.read = ended or enough
-        return Piece(self.index, tuple(parts), self._told_of(text), self.finish if self.read else None, self._text.met)
+        self.complete = event.finish == "stop" and not self._text.stopped
+        piece = Piece(self.index, tuple(parts), self._told_of(text), self.finish if self.read else None, self._text.met)
+        self._pieces.append(piece)
+        return piece
+
+    def said(self) -> tuple[list[int], dict[str, Any]]:
+        """Return its tokens and what was read in them, as in `Generated`."""
+        whole = joined(self._pieces)
+        return self._tokens, {"content": whole.text, "reasoning": whole.reasoning, "calls": whole.calls}
 
     def _parts(self, text: str, *, ended: bool) -> list[Part]:
         if self._reader is None:
@@ -101,7 +116,8 @@ class Generation:
     """All answers to one request. Use as a context manager: leaving it before the end, for whatever reason, aborts what
     still runs in the engine.
 
-    `on_answer` is called once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+    `on_heard` is called with the tokens of an answer that ended by itself and what was read in it, before its end is told;
+    `on_answer` once for each answer that is told and ended, `on_landed` when the engine has done with all."""
 
     def __init__(
         self,
@@ -113,6 +129,7 @@ class Generation:
         *,
         account: Account,
         keepalive_s: float,
+        on_heard: Callable[..., None],
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
     ) -> None:
@@ -121,7 +138,9 @@ class Generation:
         self.answers = [Answer(index, request, served, ask, answering) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
+        self._on_heard = on_heard
         self._on_answer = on_answer
+        self.acted: frozenset[str] = frozenset()  # rules of canonical form that changed something in the request
         self._on_landed = on_landed
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # MOST_UNREAD and a last one each
@@ -156,7 +175,10 @@ class Generation:
                     quiet_from = self._loop.time()
                     continue
                 piece = answer.take(event)
-                if piece.parts or piece.told or piece.finish is not None:
+                if answer.complete:
+                    tokens, said = answer.said()
+                    self._on_heard(tokens, **said)  # before its end is told: it may come back at once
+                if piece.parts or piece.told or piece.progress or piece.finish is not None:
                     if piece.finish is not None and event.finish is None:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from headstart.engine.base import FinishReason
+from headstart.engine.base import FinishReason, Progress
 from headstart.render.answers import Call, Part, Reasoning, Text
 
 
@@ -24,13 +24,14 @@ class Told:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What came of answer `index`. `told`: of the tokens whose text begins in it, None where nobody asked. `stop`: the stop
-    text that ended the answer, where one did."""
+    text that ended the answer, where one did. `progress`: how far the prompt is, before anything else."""
 
     index: int
     parts: tuple[Part, ...] = ()
     told: tuple[Told, ...] | None = None
     finish: FinishReason | None = None
     stop: str | None = None
+    progress: Progress | None = None
 
     @property
     def text(self) -> str:

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from headstart.api.accounts import Account, Accounts
@@ -23,10 +24,12 @@ from headstart.api.ask import Ask
 from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
+from headstart.api.prompting import Prompt, Prompting
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt
 from headstart.errors import HeadstartError, RequestError
+from headstart.render.canonical import RULES
 
 log = logging.getLogger("headstart")
 T = TypeVar("T")
@@ -45,14 +48,25 @@ class Loading:
 
 
 class Service:
-    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included."""
+    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `canonical`: the rules of
+    canonical form that are on; `longest_promise_s`: what a caller can have promised at most of what is kept."""
 
-    def __init__(self, *, max_waiting: int = 256, keepalive_s: float = KEEPALIVE_S, accounts: Accounts | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_waiting: int = 256,
+        keepalive_s: float = KEEPALIVE_S,
+        accounts: Accounts | None = None,
+        canonical: Collection[str] = RULES,
+        longest_promise_s: float = 0.0,
+    ) -> None:
         self.keepalive_s = keepalive_s
         self.accounts = accounts or Accounts()
         self.metrics = Metrics(self)
         self.created = int(time.time())
         self._max_waiting = max_waiting
+        self._prompting = Prompting(canonical)
+        self._longest_promise_s = longest_promise_s
         self._state: Loading | Served | HeadstartError = Loading("starting", None)
         self._closing = False
         self._preparing = 0
@@ -137,16 +151,17 @@ class Service:
             raise self.accounts.pace.too_many(self._max_waiting)
         self._preparing += answers
         try:
-            prompt, answering = await self.off_loop(_prepared, served, ask)
+            prompt, answering = await self.off_loop(self._prepared, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                if said := await self.off_loop(_about_tools, served, ask, prompt):
+                if said := await self.off_loop(_about_tools, self._prompting, served, ask, prompt.ids):
                     self._log_once(said)
             self.require_served()  # the server may have begun to go down meanwhile
             account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
-            account.tokenised(len(prompt))
-            requests = _requests(id, served, ask, prompt, answering, deadline_s=self._deadline_s(ask, account))
-            account.session, account.retention = ask.handling.session, requests[0].retention
+            account.tokenised(len(prompt.ids))
+            requests = _requests(id, served, ask, prompt.ids, answering, deadline_s=self._deadline_s(ask, account))
+            requests = [self._caching(one, ask, prompt) for one in requests]
+            account.session, account.retention = ask.handling.session or ask.caching.session, requests[0].retention
             account.max_tokens = requests[0].max_tokens
             generation = Generation(
                 id,
@@ -156,9 +171,11 @@ class Service:
                 answering,
                 account=account,
                 keepalive_s=self.keepalive_s,
+                on_heard=partial(self._prompting.heard, served, ask, prompt),
                 on_answer=self._ended,
                 on_landed=self._landed,
             )
+            generation.acted = prompt.acted
             self._flights[id] = generation
             self.metrics.asked(answers=len(requests), max_tokens=requests[0].max_tokens)
             try:
@@ -246,6 +263,24 @@ class Service:
         self.metrics.observe(answer.finish, receipt)
         log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
+    def _prepared(self, served: Served, ask: Ask) -> tuple[Prompt, Answering]:
+        prompt = self._prompting.prompt(served, ask)
+        return prompt, Answering(served, ask, prompt.ids)
+
+    def _caching(self, request: GenerationRequest, ask: Ask, prompt: Prompt) -> GenerationRequest:
+        """Return the request as its caller controls the cache. A prompt that is only to be kept is one without an answer."""
+        caching = ask.caching
+        return replace(
+            request,
+            max_tokens=0 if caching.prewarm else request.max_tokens,
+            min_tokens=0 if caching.prewarm else request.min_tokens,
+            use_cache=prompt.keep_tokens != 0,
+            keep_tokens=prompt.keep_tokens,
+            keep_s=min(caching.keep_s, self._longest_promise_s),
+            session=request.session or ask.caller.session(caching.session),
+            progress=ask.progress,
+        )
+
     def _log_ignored(self, what: str, names: Iterable[str]) -> None:
         for name in names:
             self._log_once(f"ignoring {what} {name[:64]!r}")
@@ -256,23 +291,10 @@ class Service:
             log.info("%s", line)
 
 
-def _prepared(served: Served, ask: Ask) -> tuple[tuple[int, ...], Answering]:
-    prompt = _prompt_ids(served, ask)
-    return prompt, Answering(served, ask, prompt)
-
-
-def _prompt_ids(served: Served, ask: Ask) -> tuple[int, ...]:
-    """Return the prompt's token ids. Takes a while for a long prompt. Raises RequestError naming the place."""
-    context = served.engine.info.context_tokens
-    if ask.messages is not None:
-        return tuple(served.renderer.chat(ask.messages, tools=ask.tools, arguments=ask.template, context_tokens=context))
-    return tuple(served.renderer.completion(ask.prompt, context_tokens=context))
-
-
-def _about_tools(served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:
+def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:
     """Return what does not become of the tools in `prompt`: a template without a place for them says nothing."""
     try:
-        ignored = _prompt_ids(served, replace(ask, tools=None)) == prompt
+        ignored = prompting.prompt(served, replace(ask, tools=None)).ids == prompt
     except RequestError:  # the template takes these messages with their tools alone
         ignored = False
     if ignored:

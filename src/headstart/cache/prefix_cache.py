@@ -190,23 +190,26 @@ class PrefixCache:
         retention: str = "default",
         tenant: str = "",
         session: str = "",
+        keep_s: float = 0.0,
         states: Mapping[int, Buffer] | None = None,
         contents: Sequence[Content] = (),
         own_tokens: int = 0,
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`). `tenant`: whose quota it counts towards; `session`: the conversation it
-        belongs to, by any name (`Terms`); `contents` as in `match`. `own_tokens`: so many of `tokens` were given by earlier
-        saves of the same request, and that they were seen then says nothing about whether they will be used again.
+        belongs to, by any name (`Terms`); `keep_s`: what is promised at least, where the class promises less; `contents` as in
+        `match`. `own_tokens`: so many of `tokens` were given by earlier saves of the same request, and that they were seen then
+        says nothing about whether they will be used again.
 
         `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
 
         Raises ValueError for what can never be saved: a `retention` that is no name of 1 to 64 printable bytes, a tenant or
-        session that is no text (of at most 255 bytes the tenant), a salt that is neither text nor bytes, negative
-        `shared_tokens`, states where none belong, or none where tokens would be kept that are of no use without."""
+        session that is no text (of at most 255 bytes the tenant), a `keep_s` that is negative or endless, a salt that is
+        neither text nor bytes, negative `shared_tokens`, states where none belong, or none where tokens would be kept that are
+        of no use without."""
         encode_retention(retention)
-        terms = Terms(retention, tenant, session)
+        terms = Terms(retention, tenant, session, keep_s)
         require_salt(salt)
         _require_shared(shared_tokens)
         prompt_tokens = np.frombuffer(token_bytes(tokens), dtype="<u4")  # a copy that nobody else changes

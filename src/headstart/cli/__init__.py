@@ -21,12 +21,14 @@ from headstart.errors import HeadstartError
 # name: (where the command is, its line in --help)
 _COMMANDS = {
     "serve": ("headstart.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
+    "warm": ("headstart.cli.warm:warm", "Compute and keep prompts ahead of time, in a running server."),
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
     "keys": ("headstart.cli.keys:keys", "Make, list and remove API keys."),
     "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
+    "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }

@@ -48,7 +48,7 @@ def diff(
 
     if a == b == "-":
         raise click.UsageError("only one of A and B can be standard input")
-    prices = _prices(price, prefill_rate)
+    prices = prices_of(price, prefill_rate)
     sources = [read_source(name, read_stdin=sys.stdin.buffer.read) for name in (a, b)]
     renderer = None
     if model is not None:
@@ -79,7 +79,8 @@ def diff(
     return DIFFERS if report.differs else 0
 
 
-def _prices(price: str | None, prefill_rate: float | None) -> Prices:
+def prices_of(price: str | None, prefill_rate: float | None) -> Prices:
+    """Return what --price and --prefill-rate say."""
     from headstart.diagnose.show import Prices
 
     if price is None:

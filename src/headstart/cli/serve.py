@@ -31,7 +31,7 @@ from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, parse_size, prefer_sleeping_threads
+from headstart.config import Config, ServerConfig, longest_promise_s, parse_size, prefer_sleeping_threads
 from headstart.errors import AddressInUse, ConfigError, HeadstartError, UsageLogFailed
 from headstart.ledger.log import UsageLog
 
@@ -66,7 +66,12 @@ class _Server(uvicorn.Server):
     """uvicorn with a model that loads behind it and requests that may end before it goes down."""
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
-        self._service = Service(max_waiting=config.server.max_waiting, accounts=accounts_of(config.server))
+        self._service = Service(
+            max_waiting=config.server.max_waiting,
+            accounts=accounts_of(config.server),
+            canonical=config.server.canonical_rules,
+            longest_promise_s=longest_promise_s(config.cache.retention),
+        )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
             log_config=None,

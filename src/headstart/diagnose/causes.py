@@ -37,6 +37,12 @@ class Cause(StrEnum):
     SALT = "salt_changed"
     SHORT = "short_prefix"
     OTHER = "other_text"
+    # Only at providers: the prompt begins like an earlier one, and is computed all the same.
+    BELOW_MINIMUM = "below_minimum"
+    NO_BREAKPOINT = "breakpoint_missing"
+    FAR_BREAKPOINT = "breakpoint_far"
+    LAPSED = "ttl_lapsed"
+    CONCURRENT = "concurrent"
 
 
 FIXES = {
@@ -68,10 +74,18 @@ FIXES = {
     Cause.SALT: "use one salt, tenant or cache key for requests that may share",
     Cause.SHORT: "nothing: prompts this short are not worth keeping",
     Cause.OTHER: "nothing, if this is a new question; else put what stays the same before what changes",
+    Cause.BELOW_MINIMUM: "nothing, if prompts are this short; else put more of what stays the same into the beginning",
+    Cause.NO_BREAKPOINT: "set cache_control, at the top level of the request or on the last block that stays the same",
+    Cause.FAR_BREAKPOINT: "set one more breakpoint in between: at most 20 blocks are looked back over from each",
+    Cause.LAPSED: "ask for a longer life (ttl), or send the prefix again before it ends",
+    Cause.CONCURRENT: "send one request first, and the others when its answer has begun",
 }
 
 # What other servers call it: OpenAI's prompt_cache_diagnostics.reason, and Anthropic's cache_miss_reason where it does not
 # follow from the place ("system_changed", "tools_changed", "messages_changed").
+_BY_RULES = dict.fromkeys(
+    (Cause.BELOW_MINIMUM, Cause.NO_BREAKPOINT, Cause.FAR_BREAKPOINT, Cause.LAPSED, Cause.CONCURRENT), "unavailable"
+)
 _OPENAI = {
     Cause.MODEL: "model_changed",
     Cause.ADAPTER: "model_changed",
@@ -81,12 +95,14 @@ _OPENAI = {
     Cause.TOOLS_CHANGED: "tools_changed",
     Cause.SUMMARISED: "context_compacted",
     Cause.TRUNCATED: "context_compacted",
+    **_BY_RULES,
 }
 _ANTHROPIC = {
     Cause.MODEL: "model_changed",
     Cause.ADAPTER: "model_changed",
     Cause.SALT: "unavailable",
     Cause.TEMPLATE: "unavailable",
+    **_BY_RULES,
 }
 
 

@@ -126,7 +126,7 @@ def _reasoning(d: Difference) -> Verdict | None:
             if i is None or i >= min(len(ours), len(theirs)) or ours[i] == theirs[i]:
                 continue
             thoughts = [_thought(messages[i]) for messages in (ours, theirs)]
-            if thoughts[0] != thoughts[1] and _without_thought(ours[i]) == _without_thought(theirs[i]):
+            if thoughts[0] != thoughts[1] and without_thought(ours[i]) == without_thought(theirs[i]):
                 side, lost = ("B", thoughts[0]) if len(thoughts[0]) > len(thoughts[1]) else ("A", thoughts[1])
                 return Verdict(
                     Cause.REASONING,
@@ -157,7 +157,8 @@ def _thought(message: dict[str, Any]) -> str:
     return said + "".join(match.group() for match in _THINK.finditer(str(message.get("content") or "")))
 
 
-def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+def without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without its reasoning, however it is written."""
     kept = {key: value for key, value in message.items() if key not in _THOUGHT}
     return {**kept, "content": _THINK.sub("", str(kept.get("content") or "")).strip()}
 

@@ -87,18 +87,31 @@ def side_of(name: str, conversation: Conversation, renderer: Renderer | None) ->
     if isinstance(prompt, tuple):
         return _of_ids(name, conversation, prompt, renderer)
     if prompt is not None:
-        text, special = prompt, conversation.special_tokens is not False
+        text = prompt
         spans = [Span(0, len(text), Piece(conversation.prompt_path, ("prompt",), text))] if text else []
     elif renderer is None:
-        text, spans, special = *_written(conversation), False
+        text, spans = _written(conversation)
     else:
         text, spans = _rendered(conversation, renderer)
-        special = bool(conversation.special_tokens)
     if renderer is None:
         units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         return Side(name, conversation, units, text, range(len(text)), exact=False, spans=tuple(spans))
-    tokens = renderer.tokenise(text, special_tokens=special)
+    tokens = renderer.tokenise(text, special_tokens=begins_with_special(conversation))
     return Side(name, conversation, np.array(tokens.ids, np.uint32), text, tokens.begins, exact=True, spans=tuple(spans))
+
+
+def text_of(conversation: Conversation, renderer: Renderer | None) -> str | tuple[int, ...]:
+    """Return the text of a conversation as `side_of` has it, or the ids that were given, without looking for places."""
+    if conversation.prompt is not None:
+        return conversation.prompt
+    if renderer is None:
+        return _written(conversation)[0]
+    return _writer(conversation, renderer)(conversation.messages, conversation.tools)
+
+
+def begins_with_special(conversation: Conversation) -> bool:
+    """Return whether the tokenizer puts its own tokens before a conversation's text."""
+    return conversation.special_tokens is not False if conversation.prompt is not None else bool(conversation.special_tokens)
 
 
 def place_of(side: Side, char: int) -> Place:
@@ -209,6 +222,19 @@ def _written(conversation: Conversation) -> tuple[str, list[Span]]:
 
 
 def _rendered(conversation: Conversation, renderer: Renderer) -> tuple[str, list[Span]]:
+    write = _writer(conversation, renderer)
+    text = write(conversation.messages, conversation.tools)
+    marking = _Marking(conversation, text, write)
+    spans: list[Span] = []
+    marked = [piece for piece in conversation.pieces if piece.kind != "fixed" and piece.text]
+    for span in sorted(marking.spans_of(marked), key=lambda span: (span.begin, span.end)):
+        if not spans or span.begin >= spans[-1].end:
+            spans.append(span)
+    return text, spans
+
+
+def _writer(conversation: Conversation, renderer: Renderer) -> Callable[[Any, Any], str]:
+    """Return how messages and tools are written with what the request tells its template."""
     told = conversation.template
     arguments = {name: told[name] for name in ("documents", "reasoning_effort", "enable_thinking") if name in told}
     more = told.get("chat_template_kwargs")
@@ -223,14 +249,7 @@ def _rendered(conversation: Conversation, renderer: Renderer) -> tuple[str, list
             arguments={name: value for name, value in arguments.items() if name not in _OWN},
         )
 
-    text = write(conversation.messages, conversation.tools)
-    marking = _Marking(conversation, text, write)
-    spans: list[Span] = []
-    marked = [piece for piece in conversation.pieces if piece.kind != "fixed" and piece.text]
-    for span in sorted(marking.spans_of(marked), key=lambda span: (span.begin, span.end)):
-        if not spans or span.begin >= spans[-1].end:
-            spans.append(span)
-    return text, spans
+    return write
 
 
 class _Marking:

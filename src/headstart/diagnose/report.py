@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.diagnose.causes import FIXES, Cause, names_of
-from headstart.diagnose.compare import common, hunks
+from headstart.diagnose.compare import Hunk, common, hunks
 from headstart.diagnose.differences import Difference, at_tools, difference_of, role_of
 from headstart.diagnose.judging import apart, verdict_of
 from headstart.diagnose.placing import ESTIMATED_BYTES, Place, Side
@@ -60,7 +60,8 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Report:
     """`exact` is false where token positions are estimates. `lost_tokens` of B are computed again, though A had come before;
-    a request always computes one token. `findings` are in order; `unlisted` counts further differences."""
+    a request always computes one token. `alike_tokens` of B stand behind the first difference, and in A behind it too.
+    `findings` are in order; `unlisted` counts further differences."""
 
     a_name: str
     b_name: str
@@ -73,6 +74,17 @@ class Report:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     unlisted: int = 0
+    alike_tokens: int = 0
+
+    @property
+    def gains(self) -> tuple[int, ...]:
+        """How many tokens more are found again with each finding mended, those before it being mended."""
+        kept = [finding.kept_tokens for finding in self.findings]
+        left, gains = self.alike_tokens, []
+        for this, after in zip(kept, [*kept[1:], self.b_tokens], strict=False):  # none of none
+            gains.append(max(0, min(left, after - this)))
+            left -= gains[-1]
+        return tuple(gains)
 
     @property
     def differs(self) -> bool:
@@ -97,8 +109,13 @@ def report_of(a: Side, b: Side, *, begin_id: int | None = None, findings: int = 
     found = [
         _apart(one.path, one.verdict.cause, one.verdict.evidence) for one in apart(a.conversation, b.conversation, exact=exact)
     ]
-    unlisted = 0
+    unlisted = alike = 0
+    apart_by_field = bool(found)
+    last: Hunk | None = None
     for hunk in hunks(a.units, b.units, run=_RUN if exact else _RUN * ESTIMATED_BYTES):
+        if last is not None:
+            alike += b.tokens(hunk.b) - b.tokens(last.b_end)
+        last = hunk
         difference = difference_of(hunk, a, b)
         verdict = verdict_of(difference, begin_id=begin_id)
         finding = _finding(difference, verdict.cause, verdict.evidence, tokens[1])
@@ -108,6 +125,10 @@ def report_of(a: Side, b: Side, *, begin_id: int | None = None, findings: int = 
             found.append(finding)
         else:
             unlisted += 1
+    if last is not None:
+        alike += b.tokens(last.b_end + common(a.units[last.a_end :], b.units[last.b_end :])) - b.tokens(last.b_end)
+    if apart_by_field:  # what comes before the first difference in text is lost too
+        alike += b.tokens(shared)
     kept = found[0].kept_tokens if found else _kept(min(b.tokens(shared), tokens[1]), tokens[1])
     return Report(
         a_name=a.name,
@@ -121,6 +142,7 @@ def report_of(a: Side, b: Side, *, begin_id: int | None = None, findings: int = 
         findings=tuple(found),
         notes=tuple(_notes(a, b, tokens, shared, bool(found))),
         unlisted=unlisted,
+        alike_tokens=alike,
     )
 
 

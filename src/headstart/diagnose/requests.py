@@ -75,7 +75,7 @@ def conversation_of(body: object, *, as_sent: bool = False) -> Conversation:
         raise _wrong("the request", "must be a JSON object")
     if "messages" in body:
         build = _Build(as_sent, flat=False)
-        (_anthropic if _is_anthropic(body) else _chat)(build, body)
+        (_anthropic if is_anthropic(body) else _chat)(build, body)
     elif "input" in body or "instructions" in body:
         build = _Build(as_sent, flat=True)
         _responses(build, body)
@@ -321,7 +321,7 @@ def _part(build: _Build, at: int, part: object, path: str) -> None:
     build.say(at, f"[{part.get('type', 'part')} sha256:{digest[:32]}]", path, "image")
 
 
-def _is_anthropic(body: Mapping[str, Any]) -> bool:
+def is_anthropic(body: Mapping[str, Any]) -> bool:
     if "system" in body or "anthropic_version" in body:
         return True
     tools = body.get("tools")

@@ -54,7 +54,7 @@ def read_source(name: str, *, read_stdin: Callable[[], bytes]) -> Source:
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         lines = [line for line in content.splitlines() if line.strip()]
         if len(lines) != 1:
-            ids = [id for _, entry in _entries(path, content) for id in _ids_of(entry)[:1]][:5]
+            ids = [id for _, entry in _entries(path, content) for id in ids_of(entry)[:1]][:5]
             raise RequestError(
                 f"{path} has {len(lines)} lines; say which with {path}#ID or #NUMBER" + _such_as(ids), param=None
             )
@@ -97,13 +97,14 @@ def _understood(name: str, content: str, *, suffix: str) -> Source:
         if suffix == ".json":
             raise RequestError(f"{name} is not valid JSON: {error}; mend it, or name it .txt to compare its text") from error
         return Source(name, text=content)
-    source = _of_value(name, value)
+    source = source_of(name, value)
     if source is None and suffix == ".json":
         raise RequestError(f"{name} holds no request: {' or '.join(_BODY_KEYS)} is missing, and it is no list of token ids")
     return source or Source(name, text=content)
 
 
-def _of_value(name: str, value: object) -> Source | None:
+def source_of(name: str, value: object) -> Source | None:
+    """Return what a value of a log holds: a request, alone or under a name such as "body", or token ids; None for neither."""
     if isinstance(value, list) and value:
         if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
             return Source(name, ids=tuple(value))
@@ -116,7 +117,7 @@ def _of_value(name: str, value: object) -> Source | None:
             return Source(name, body=inner)
     for key in _TOKENS:  # what was computed, rather than what was asked for
         if isinstance(value.get(key), list) and value[key]:
-            return _of_value(name, value[key])
+            return source_of(name, value[key])
     return Source(name, body=value) if any(known in value for known in _BODY_KEYS) else None
 
 
@@ -124,17 +125,17 @@ def _line_of(path: Path, content: str, id: str) -> Source:
     """Return the entry with this id, else the one with this number, counted from 1."""
     numbered = None
     for number, entry in _entries(path, content):
-        if id in _ids_of(entry):
+        if id in ids_of(entry):
             break
         if id == str(number):
             numbered = entry
     else:
         entry = numbered
     if entry is None:
-        known = [one for _, other in _entries(path, content) for one in _ids_of(other)[:1]][:5]
+        known = [one for _, other in _entries(path, content) for one in ids_of(other)[:1]][:5]
         raise NotThere(f"{path} has no line with the id {id!r}" + _such_as(known), path=path, id=id)
     name = f"{path}#{id}"
-    source = _of_value(name, entry)
+    source = source_of(name, entry)
     if source is None:
         raise RequestError(f"{name} holds no request: {' or '.join(_BODY_KEYS)} is missing, and it has no token ids")
     return source
@@ -154,7 +155,8 @@ def _entries(path: Path, content: str) -> Iterator[tuple[int, Any]]:
             ) from error
 
 
-def _ids_of(entry: object) -> list[str]:
+def ids_of(entry: object) -> list[str]:
+    """Return the ids that an entry of a log goes by."""
     if not isinstance(entry, Mapping):
         return []
     nested = [entry[key] for key in (*_BODIES, "response") if isinstance(entry.get(key), Mapping)]

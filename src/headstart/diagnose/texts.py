@@ -111,6 +111,40 @@ def changing(a: str, b: str, at: int, *, numbers: bool) -> Verdict | None:
     return None
 
 
+def forms(text: str) -> dict[Cause, str]:
+    """Return `text` without what each cause alone would change, for the causes that have something to take out: two texts
+    part by that cause if this is equal. In the order in which they are asked."""
+    found = {Cause.HEADER: _without_headers(text) if _HEADER.search(text) else text}
+    try:
+        value = json.loads(text) if text[:1] in "{[" else None
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict | list):
+        found[Cause.JSON] = equal_form(value)
+    found[Cause.WHITESPACE] = "".join(text.split())
+    found[Cause.UNICODE] = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text).translate(_QUOTES))
+    found[Cause.TIME] = masked(text, Cause.TIME)
+    found[Cause.ID] = masked(text, Cause.ID)
+    return found
+
+
+def masked(text: str, cause: Cause) -> str:
+    """Return `text` with every time taken out, or with `Cause.ID` every time, id and counter."""
+    for pattern in (_TIMES,) if cause is Cause.TIME else (_TIMES, _IDS, _COUNTERS):
+        text = pattern.sub("\0", text)
+    return text
+
+
+def plain(text: str, cause: Cause) -> str:
+    """Return `text` as it would be sent with the fix for whitespace, another Unicode form, or a client's header applied."""
+    if cause is Cause.HEADER:
+        return re.sub(r"\n{2,}", "\n", _HEADER.sub("", text)).lstrip("\n") if _HEADER.search(text) else text
+    if cause is Cause.UNICODE:
+        return unicodedata.normalize("NFC", _INVISIBLE.sub("", text).translate(_QUOTES))
+    lines = (line.rstrip() for line in text.replace("\r\n", "\n").replace("\u00a0", " ").split("\n"))
+    return re.sub(r"[ \t]+", " ", re.sub(r"\n{2,}", "\n", "\n".join(lines))).strip()
+
+
 def parsed_calls(value: object) -> object:
     """Return tool calls with arguments that are still text taken apart."""
     if isinstance(value, list):

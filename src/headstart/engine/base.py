@@ -51,13 +51,19 @@ class Constraint(Protocol):
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
     `min_tokens` others were. `salt` keeps tenants apart behind the first `shared_tokens` tokens, which all may have in common.
+    With `max_tokens` 0 nothing is generated: the prompt is computed, as far as it is not stored, and kept; it ends with
+    "length".
 
     `logprobs`: how many of the likeliest tokens are told beside each token's own log probability, None for nothing at all.
     `priority`: higher goes first, and may take the place of lower ones. `tenant` and `session`: who asks and in which
     conversation, by any name; tenants of one priority are served in fair turns. `retention`: the class in which what is
     computed is kept. `deadline_s`: seconds from submit after which the request ends with finish "abort". `adapter`: name of
     one of `EngineInfo.adapters`, None for the plain model. `constraint`: what the answer is held to, which goes before
-    `min_tokens`."""
+    `min_tokens`.
+
+    `use_cache` False: nothing stored is looked for, and nothing is kept. `keep_tokens`: only so many tokens from the start are
+    kept, None for all. `keep_s`: what is kept is promised for at least so long, whatever its class promises. `progress`:
+    whether it is told how far the prompt is."""
 
     id: str
     prompt: tuple[int, ...]
@@ -75,6 +81,9 @@ class GenerationRequest:
     retention: str = "default"
     deadline_s: float | None = None
     adapter: str | None = None
+    keep_tokens: int | None = None
+    keep_s: float = 0.0
+    progress: bool = False
     constraint: Constraint | None = field(default=None, compare=False)
 
 
@@ -133,16 +142,27 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a prompt is: of `total_tokens` so many are there, those that were found stored (`cached_tokens`) among them."""
+
+    total_tokens: int
+    cached_tokens: int
+    processed_tokens: int
+    seconds: float  # since the request's turn came
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One step of an answer. `token` is None on a last event that carries no token. The last event has `finish` and the
-    receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for them and a token is
-    there."""
+    """One step of an answer. `token` is None on a last event that carries no token, and while the prompt is computed. The last
+    event has `finish` and the receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for
+    them and a token is there. `progress`: where the request asked for it and a part of its prompt was computed."""
 
     token: int | None
     finish: FinishReason | None = None
     receipt: Receipt | None = None
     error: str | None = None
     logprobs: Logprobs | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)

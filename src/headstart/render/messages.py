@@ -16,13 +16,14 @@ from headstart.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def normal_messages(messages: object) -> list[dict[str, Any]]:
-    """Return `messages` in normal form. Raises RequestError whose `param` names the place, as in "messages[2].content"."""
+def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[str, Any]]:
+    """Return `messages` in normal form. Raises RequestError whose `param` names the place, as in "messages[2].content". Without
+    `join_parts` templates see a list of text parts where a client wrote one."""
     if not _is_list(messages):
         raise _wrong("messages", "must be a list of messages")
     if not messages:
         raise _wrong("messages", "is empty; send at least one message")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", join_parts) for i, message in enumerate(messages)]
 
 
 def normal_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -38,7 +39,7 @@ def normal_tools(tools: object) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools] or None
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _message(message: object, where: str, join_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(where, "must be an object with role and content")
     role = message.get("role")
@@ -51,7 +52,7 @@ def _message(message: object, where: str) -> dict[str, Any]:
         **message,
         "role": "system" if role == "developer" else role,  # templates know the older word
         # An assistant's turn may be without text: beside calls, or where a client keeps a turn that said nothing.
-        "content": _content(message.get("content"), f"{where}.content", optional=role == "assistant"),
+        "content": _content(message.get("content"), f"{where}.content", optional=role == "assistant", join=join_parts),
     }
     normal.pop("tool_calls", None)
     if calls:
@@ -61,14 +62,15 @@ def _message(message: object, where: str) -> dict[str, Any]:
     return normal
 
 
-def _content(content: object, where: str, *, optional: bool) -> str:
+def _content(content: object, where: str, *, optional: bool, join: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if content is None and optional:
         return ""  # templates add strings; None would fail there
     if not _is_list(content):
         raise _wrong(where, "must be a string or a list of text parts")
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    texts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return "".join(texts) if join else [dict(part) for part in content]
 
 
 def _part(part: object, where: str) -> str:

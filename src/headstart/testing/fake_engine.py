@@ -19,6 +19,7 @@ from headstart.engine.base import (
     FinishReason,
     GenerationRequest,
     Logprobs,
+    Progress,
     Receipt,
     TokenEvent,
 )
@@ -155,7 +156,7 @@ class FakeEngine:
         digest = hashlib.sha256(bytes(prompt) + seed).digest()
         drawn = bytes(_LETTERS[digest[i % 32] % len(_LETTERS)] for i in range(request.max_tokens))
         running.answer = drawn if self.answer is None else self.answer
-        for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS):
+        for end in range(BLOCK_TOKENS, len(prompt) if request.use_cache else 0, BLOCK_TOKENS):
             if self._key(request, prompt[:end]) not in self._stored:
                 break
             running.cached_tokens = end
@@ -172,10 +173,17 @@ class FakeEngine:
             return False
         request = running.request
         if running.sent == 0:
-            for end in range(BLOCK_TOKENS, len(request.prompt) + 1, BLOCK_TOKENS):
+            kept = len(request.prompt) if request.keep_tokens is None else min(request.keep_tokens, len(request.prompt))
+            for end in range(BLOCK_TOKENS, kept + 1 if request.use_cache else 0, BLOCK_TOKENS):
                 self._stored.add(self._key(request, request.prompt[:end]))
-            running.written_tokens = len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens
-            self._counters["written_tokens"] += running.written_tokens
+            if request.use_cache:
+                running.written_tokens = max(0, kept // BLOCK_TOKENS * BLOCK_TOKENS - running.cached_tokens)
+                self._counters["written_tokens"] += running.written_tokens
+            if request.progress:
+                count = len(request.prompt)
+                running.on_event(TokenEvent(None, progress=Progress(count, running.cached_tokens, count, 0.0)))
+        if request.max_tokens == 0:
+            return self._end(running, "length")
         if self.fail_after is not None and running.sent >= self.fail_after:
             return self._end(running, "error", error="the fake engine was told to fail")
         if running.sent >= len(running.answer):

@@ -47,12 +47,14 @@ class Placement:
 class Terms:
     """On what terms something is kept. `retention`: a class of 1 to 64 printable bytes, which promises a time and may set a
     ceiling (`policy.retention`). `tenant`: whose quota it counts towards, at most 255 bytes in UTF-8; "" where there are no
-    tenants. `session`: the conversation it belongs to, "" where unknown; only ever compared for equality. Raises ValueError for
-    a tenant or a session that can be none: whoever writes, in another thread, could tell nobody."""
+    tenants. `session`: the conversation it belongs to, "" where unknown; only ever compared for equality. `keep_s`: seconds
+    that are promised at least, where the class promises less; its ceiling holds all the same. Raises ValueError for a tenant, a
+    session or a time that can be none: whoever writes, in another thread, could tell nobody."""
 
     retention: str = "default"
     tenant: str = ""
     session: str = ""
+    keep_s: float = 0.0
 
     def __post_init__(self) -> None:
         for what, name in (("tenant", self.tenant), ("session", self.session)):
@@ -61,6 +63,8 @@ class Terms:
         encoded = self.tenant.encode("utf-8", "surrogatepass")
         if len(encoded) > _MAX_TENANT_BYTES or encoded.decode("utf-8", "replace") != self.tenant:  # a lone surrogate
             raise ValueError(f"tenant {self.tenant[:40]!r} is no name of at most {_MAX_TENANT_BYTES} bytes in UTF-8")
+        if not 0 <= self.keep_s < float("inf"):
+            raise ValueError(f"keep_s is {self.keep_s}; promise 0 seconds or more, and an end")
 
 
 _MAX_TENANT_BYTES = 255

@@ -169,7 +169,7 @@ class HeldCache:
         self.loads: list[HeldLoad] = []
         self.leases: list[HeldLease] = []
         self.saves: list[tuple[int, ...]] = []
-        self.terms: list[dict[str, str]] = []  # of each save
+        self.terms: list[dict[str, object]] = []  # of each save
         self.own_tokens: list[int] = []
         self.tickets: list[HeldTicket] = []
         self.promoted: list[tuple[int, ...]] = []
@@ -195,7 +195,7 @@ class HeldCache:
         identity: object = None,
         states: Mapping[int, memoryview] | None = None,
         own_tokens: int = 0,
-        **terms: str,
+        **terms: object,
     ) -> HeldTicket:
         whole = len(tokens) // BLOCK_TOKENS
         self.terms.append(terms)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.engine.base import EngineInfo, GenerationRequest, TokenEvent
+from headstart.engine.base import EngineInfo, GenerationRequest, Progress, TokenEvent
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
@@ -138,12 +138,15 @@ class Answer:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.steps: list[Progress] = []  # of the prompt
         self.last: TokenEvent | None = None
         self.first_token = Event()
         self._ended = Event()
 
     def __call__(self, event: TokenEvent) -> None:
         assert self.last is None, "an event after the last"
+        if event.progress is not None:
+            self.steps.append(event.progress)
         if event.token is not None:
             self.tokens.append(event.token)
             self.first_token.set()

@@ -44,6 +44,26 @@ def test_tokens_equal_stock_generation_for_many_requests_at_once(engine: TorchEn
         assert last.token == answer.tokens[-1]
 
 
+def test_with_no_tokens_asked_for_the_prompt_is_computed_and_nothing_is_told_but_the_end(engine: TorchEngine) -> None:
+    answer = ask(engine, some_tokens(200), 0)
+    last = answer.result()
+    assert (answer.tokens, last.token, last.finish) == ([], None, "length")
+    assert last.receipt is not None
+    assert (last.receipt.prompt_tokens, last.receipt.completion_tokens, last.receipt.first_token_s) == (200, 0, None)
+
+
+def test_who_asks_is_told_how_far_the_prompt_is(engine: TorchEngine) -> None:
+    told = ask(engine, some_tokens(200), 2, progress=True)
+    told.result()
+    assert [(step.total_tokens, step.cached_tokens, step.processed_tokens) for step in told.steps] == [
+        (200, 0, done) for done in (64, 128, 192, 200)
+    ]
+    assert sorted(step.seconds for step in told.steps) == [step.seconds for step in told.steps]
+    silent = ask(engine, some_tokens(200, seed=9), 2)
+    silent.result()
+    assert silent.steps == []
+
+
 def test_a_receipt_tells_where_tokens_and_time_went(engine: TorchEngine) -> None:
     receipt = ask(engine, some_tokens(100), 5).result().receipt
     assert receipt is not None
@@ -75,7 +95,7 @@ def test_an_answer_that_would_leave_the_context_ends_with_length(engine: TorchEn
         (GenerationRequest("r", (), 4), "prompt"),
         (GenerationRequest("r", (1, 512), 4), "prompt"),
         (GenerationRequest("r", (1, -1), 4), "prompt"),
-        (GenerationRequest("r", (1,), 0), "max_tokens"),
+        (GenerationRequest("r", (1,), -1), "max_tokens"),
         (GenerationRequest("r", (1,), 4, Sampling(temperature=-1)), "temperature"),
         (GenerationRequest("r", (1,), 4, Sampling(temperature=float("nan"))), "temperature"),
         (GenerationRequest("r", (1,), 4, Sampling(top_p=0)), "top_p"),

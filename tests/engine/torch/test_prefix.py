@@ -68,6 +68,24 @@ def test_prompt_and_answer_are_saved_less_the_last_token(engine: TorchEngine, ca
     assert cache.saves[1:] == [(*PROMPT[:60], *answer.tokens[:68])]  # 128 tokens: the prompt alone filled no block
 
 
+def test_a_prompt_that_is_only_to_be_kept_is_there_for_the_next_request(engine: TorchEngine, cache: HeldCache) -> None:
+    ask(engine, PROMPT, 0, keep_s=60.0).result()
+    assert cache.saves == [tuple(PROMPT)]
+    assert cache.terms[0]["keep_s"] == 60.0
+    answer = ask(engine, PROMPT, 5)
+    load = cache.next_load()
+    load.bring(*LAYERS)
+    load.end()
+    assert _cached(answer) == 192
+
+
+def test_no_more_is_kept_than_whoever_asks_lets_be_kept(engine: TorchEngine, cache: HeldCache) -> None:
+    ask(engine, PROMPT, 60, keep_tokens=130).result()
+    ask(engine, some_tokens(200, seed=5), 60, keep_tokens=63).result()
+    ask(engine, some_tokens(200, seed=6), 60, use_cache=False).result()
+    assert cache.saves == [tuple(PROMPT[:130])]
+
+
 def test_each_layer_is_attended_as_soon_as_it_is_there(engine: TorchEngine, cache: HeldCache, cold: list[int]) -> None:
     answer = ask(engine, PROMPT, 5)
     load = cache.next_load()

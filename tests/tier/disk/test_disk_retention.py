@@ -107,6 +107,25 @@ def test_a_class_promises_its_time_from_the_save_on() -> None:
     tier.close()
 
 
+def test_a_time_that_is_asked_for_is_promised_where_the_class_promises_less_and_survives() -> None:
+    times, disk = Times(), CrashDisk()
+    tier = open_tier(disk, times)
+    asked = save(tier, 1, Terms(keep_s=DAY_S), times=times)
+    less_than_its_class = save(tier, 2, Terms("agent", keep_s=DAY_S), times=times)
+    assert info(tier, asked).guaranteed_until_ms == NOW_MS + DAY_MS
+    assert info(tier, less_than_its_class).guaranteed_until_ms == NOW_MS + 3 * DAY_MS
+    tier.keep([asked], Terms(keep_s=60))  # never shortens
+    assert info(tier, asked).guaranteed_until_ms == NOW_MS + DAY_MS
+    tier.keep([asked], Terms(keep_s=2 * DAY_S))
+    tier.close()
+    tier = open_tier(disk, times)
+    assert info(tier, extent_of(tier, 1)).guaranteed_until_ms == NOW_MS + 2 * DAY_MS
+    tier.close()
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="keep_s"):
+            Terms(keep_s=wrong)
+
+
 @pytest.mark.parametrize("order", [(CHAT, AGENT), (AGENT, CHAT)], ids=["chat first", "agent first"])
 @pytest.mark.parametrize("how", ["write", "keep"])
 def test_of_two_classes_the_longer_one_holds_whichever_came_first(order: tuple[Terms, Terms], how: str) -> None:

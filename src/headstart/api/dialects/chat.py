@@ -8,13 +8,14 @@ from typing import Any
 
 from headstart import __version__
 from headstart.api.ask import Ask
+from headstart.api.caching import controls_in
 from headstart.api.dialects.base import DONE, KEEPALIVE, About, event
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
 from headstart.api.dialects.tools import choice_of, format_of
 from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
 from headstart.api.usage import Usage
-from headstart.engine.base import FinishReason
+from headstart.engine.base import FinishReason, Progress
 from headstart.errors import RequestError
 from headstart.render.answers import Call, Part, Text
 
@@ -40,6 +41,7 @@ class Request(Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    cache_control: Any = None
 
 
 def parse(body: bytes, headers: Mapping[str, str]) -> Ask:
@@ -63,6 +65,7 @@ def parse(body: bytes, headers: Mapping[str, str]) -> Ask:
         format=format_of(request.response_format, param="response_format"),
         template=template_arguments(request.reasoning_effort, request.chat_template_kwargs),
         ignored=ignored,
+        controls=[*controls_in(request.messages), *controls_in(request.tools), request.cache_control],
     )
 
 
@@ -92,6 +95,9 @@ class Shape:
         return envelope(self.about, "chat.completion", choices) | {"usage": usage_object(usage)}
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
+        if piece.progress is not None:
+            yield self._chunk(piece.index, {}, progress=piece.progress)
+            return
         # The role goes out with the first text, not before: clients take the first chunk for the first token.
         if piece.index not in self._begun:
             self._begun.add(piece.index)
@@ -129,9 +135,12 @@ class Shape:
         *,
         logprobs: dict[str, Any] | None = None,
         finish: str | None = None,
+        progress: Progress | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         chunk = envelope(self.about, "chat.completion.chunk", [choice])
+        if progress is not None:
+            chunk["prompt_progress"] = progress_object(progress)
         return event(chunk | {"usage": None} if self.include_usage else chunk)
 
 
@@ -188,6 +197,16 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "prompt_cache_hit_tokens": usage.cached_tokens,
         "prompt_cache_miss_tokens": usage.prompt_tokens - usage.cached_tokens,
+    }
+
+
+def progress_object(progress: Progress) -> dict[str, int]:
+    """Return how far a prompt is as llama.cpp says it: `processed` counts cached tokens, too."""
+    return {
+        "total": progress.total_tokens,
+        "cache": progress.cached_tokens,
+        "processed": progress.processed_tokens,
+        "time_ms": round(progress.seconds * 1000),
     }
 
 

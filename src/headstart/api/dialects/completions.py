@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.api.ask import Ask
 from headstart.api.dialects.base import DONE, KEEPALIVE, About, event
-from headstart.api.dialects.chat import envelope, log_or_least, token_text, usage_object
+from headstart.api.dialects.chat import envelope, log_or_least, progress_object, token_text, usage_object
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
 from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
@@ -58,6 +58,12 @@ class Shape:
         return envelope(self.about, "text_completion", choices) | {"usage": usage_object(usage)}
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
+        if piece.progress is not None:
+            choice = _choice(piece.index, "", None, None)
+            yield event(
+                envelope(self.about, "text_completion", [choice]) | {"prompt_progress": progress_object(piece.progress)}
+            )
+            return
         if piece.text or piece.told:
             yield self._chunk(_choice(piece.index, piece.text, piece.told, None))
         if piece.finish is not None:

@@ -8,13 +8,14 @@ answer that silently is not what was asked for is worse than none. What stands i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import msgspec
 
 from headstart.api.ask import Ask, handling_of
+from headstart.api.caching import Options, caching_of, salt_of
 from headstart.engine.base import Sampling
 from headstart.errors import RequestError
 
@@ -58,6 +59,11 @@ class Common(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    user_id: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Options | None = None
+    prompt_cache_retention: str | None = None
+    return_progress: bool | None = None
 
 
 RequestT = TypeVar("RequestT", bound=Common)
@@ -114,9 +120,11 @@ def ask_of(
     logprobs_param: str = "logprobs",
     max_tokens: int | None,
     logprobs: int | None,
+    controls: Iterable[Any] = (),
     **more: Any,
 ) -> Ask:
-    """Return what the common fields say, and `more` of `Ask`. Raises RequestError naming the parameter."""
+    """Return what the common fields say, and `more` of `Ask`; `controls`: each `cache_control` in it. Raises RequestError
+    naming the parameter."""
     if max_tokens is not None and max_tokens < 1:
         raise wrong(max_tokens_param, f"must be at least 1, but is {max_tokens}")
     _refuse_outside(request, "n", 1, ANSWERS)
@@ -149,10 +157,17 @@ def ask_of(
         min_tokens=least,
         n=1 if request.n is None else request.n,
         logprobs=logprobs,
-        salt=request.cache_salt,
+        salt=salt_of(request.cache_salt, request.user_id),
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         handling=handling_of(headers),
+        caching=caching_of(
+            options=request.prompt_cache_options,
+            key=request.prompt_cache_key,
+            retention=request.prompt_cache_retention,
+            controls=controls,
+        ),
+        progress=bool(request.return_progress),
         **more,
     )
 

@@ -60,7 +60,7 @@ class Endings(Generic[S]):
         try:
             asked = sequence.request
             sequence.saving = self._bridge.save(
-                sequence.tokens[: sequence.computed],
+                sequence.tokens[: sequence.kept],
                 sequence.kv,
                 salt=asked.salt,
                 shared_tokens=asked.shared_tokens,
@@ -68,6 +68,7 @@ class Endings(Generic[S]):
                 retention=asked.retention,
                 tenant=asked.tenant,
                 session=asked.session,
+                keep_s=asked.keep_s,
                 own_tokens=own_tokens,
                 states=states,
             )
@@ -76,8 +77,17 @@ class Endings(Generic[S]):
             self._counters.add("save_faults")
             _log.exception("saving request %s failed", sequence.request.id)
 
+    def tell_progress(self, sequence: S, *, before: int) -> None:
+        """Tell who asked for it how far the prompt is. `before`: tokens that were computed before the latest step."""
+        if sequence.request.progress and before < sequence.prompt_tokens and not sequence.generated and not sequence.over:
+            self.emit(sequence, TokenEvent(None, progress=sequence.progress(time.monotonic())))
+
     def deliver(self, sequence: S, choice: Choice | str) -> None:
-        """Hand out a token, which may be the last, or end the request with the sentence on why there is none."""
+        """Hand out a token, which may be the last, or end the request with the sentence on why there is none. A prompt that is
+        only to be computed ends here without any."""
+        if sequence.max_tokens == 0:
+            self.end(sequence, "length")
+            return
         if isinstance(choice, str):
             self._counters.add("choice_faults")
             self.end(sequence, "error", error=choice)

@@ -8,6 +8,7 @@ from headstart.errors import ContextLengthExceeded, RequestError
 
 LOGPROBS_MOST = 20
 BIASES_MOST = 1024
+KEEP_S_MOST = 366 * 86400
 
 
 def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
@@ -26,12 +27,18 @@ def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
         raise RequestError(f"token ids must lie in 0 … {info.vocabulary - 1}", param="prompt")
     if request.adapter is not None and request.adapter not in info.adapters:
         raise RequestError(f"there is no adapter {request.adapter!r} here", param="model")
-    if request.max_tokens < 1:
-        raise RequestError(f"max_tokens is {request.max_tokens}; ask for at least 1", param="max_tokens")
+    if request.max_tokens < 0:
+        raise RequestError(
+            f"max_tokens is {request.max_tokens}; ask for 1 or more, or 0 to compute the prompt", param="max_tokens"
+        )
     if request.min_tokens < 0:
         raise RequestError(f"min_tokens is {request.min_tokens}; use 0 or more", param="min_tokens")
     if request.logprobs is not None and not 0 <= request.logprobs <= LOGPROBS_MOST:
         raise RequestError(f"logprobs is {request.logprobs}; at most {LOGPROBS_MOST} tokens are told", param="logprobs")
+    if request.keep_tokens is not None and request.keep_tokens < 0:
+        raise RequestError(f"keep_tokens is {request.keep_tokens}; use 0 or more", param="keep_tokens")
+    if not 0 <= request.keep_s <= KEEP_S_MOST:
+        raise RequestError(f"keep_s is {request.keep_s}; use 0 to {KEEP_S_MOST} seconds", param="keep_s")
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise RequestError(f"deadline_s is {request.deadline_s}; use more than 0 seconds", param="deadline_s")
     try:

@@ -124,6 +124,7 @@ class Bridge(Protocol):
         retention: str,
         tenant: str,
         session: str,
+        keep_s: float,
         own_tokens: int,
         states: Mapping[int, Any] | None = None,
     ) -> Ticket | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.ticket import Ticket
-from headstart.engine.base import GenerationRequest, LoadDecision, Receipt, TokenEvent
+from headstart.engine.base import GenerationRequest, LoadDecision, Progress, Receipt, TokenEvent
 from headstart.engine.serving.parts import KV, StateCopy, UnderWay
 from headstart.policy.fairness import Turn
 from headstart.policy.preemption import Standing
@@ -125,11 +125,17 @@ class Sequence:
         return False
 
     @property
+    def kept(self) -> int:
+        """Tokens whose KV is there and that whoever asked lets be kept."""
+        limit = self.request.keep_tokens
+        return self.computed if limit is None else min(limit, self.computed)
+
+    @property
     def savable(self) -> int:
         """Tokens, in whole blocks, of use to the cache: with recurrent layers, those that a state stands behind."""
         if self.recurrent:
-            return max((one for one in self.boundaries if one <= self.computed), default=0)
-        return self.computed // BLOCK_TOKENS * BLOCK_TOKENS
+            return max((one for one in self.boundaries if one <= self.kept), default=0)
+        return self.kept // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def decoding(self) -> bool:
@@ -182,6 +188,11 @@ class Sequence:
         for copy in self.boundaries.values():
             copy.release()
         self.boundaries = {}
+
+    def progress(self, now: float) -> Progress:
+        admitted = now if self.admitted_s is None else self.admitted_s
+        processed = min(self.computed, self.prompt_tokens)
+        return Progress(self.prompt_tokens, min(self.cached_tokens, processed), processed, now - admitted)
 
     def receipt(self, now: float) -> Receipt:
         admitted = now if self.admitted_s is None else self.admitted_s

@@ -26,7 +26,7 @@ def best_offer(sequence: S, running: Iterable[S], *, gives: Callable[[S], int]) 
     """Return the longest beginning, in whole blocks and leaving a token to compute, that a running request has as well.
     `gives`: how many tokens of a request's beginning others may read at most."""
     best: Offer[S] | None = None
-    running = list(running)
+    running = list(running) if sequence.use_cache else []
     sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
         if not one.use_cache or one.recurrent:

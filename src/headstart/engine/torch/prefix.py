@@ -124,6 +124,7 @@ class PrefixBridge:
         retention: str,
         tenant: str,
         session: str,
+        keep_s: float,
         own_tokens: int,
         states: Mapping[int, StateCopy] | None = None,
     ) -> Ticket | None:
@@ -151,6 +152,7 @@ class PrefixBridge:
                 retention=retention,
                 tenant=tenant,
                 session=session,
+                keep_s=keep_s,
                 states=buffers,
                 own_tokens=own_tokens,
             )

@@ -121,6 +121,8 @@ class Stepper:
             self._pace = self._pace.after(seconds=seconds, decoding=decoding, prompt_tokens=prompt_tokens)
         note_turns(self._roster.running, work)
         before = [self._advance(item) for item in work]
+        for item, computed in zip(work, before, strict=True):
+            self._endings.tell_progress(item.sequence, before=computed)
         for sequence, choice in zip(complete, chosen, strict=True):
             if not sequence.over:  # else its last event comes before the next step
                 self._endings.deliver(sequence, choice)

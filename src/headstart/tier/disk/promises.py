@@ -42,7 +42,7 @@ class Promises:
         """Promise extents what a save on these terms promises now."""
         store = self._store
         self._note_class(terms.retention)
-        guaranteed_ms = store.retention.span(terms.retention).guaranteed_ms
+        guaranteed_ms = max(store.retention.span(terms.retention).guaranteed_ms, round(terms.keep_s * 1000))
         until_ms = store.now_ms() + guaranteed_ms if guaranteed_ms else 0  # nothing is promised, so nothing is written down
         with store.lock:
             for extent in extents:

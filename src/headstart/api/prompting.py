@@ -1,0 +1,138 @@
+"""From what a request says to token ids: canonical form, template, tokens that are known already, how much may be kept.
+
+Ask ─▶ canonical ─▶ template ─▶ splice: what this server generated ─▶ tokeniser: what came before ─▶ Prompt
+                                  ▲
+answers that ended ───────────────┘ heard
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from headstart.api.ask import Ask
+from headstart.api.caching import has_breakpoint
+from headstart.api.served import Served
+from headstart.render.canonical import RULES, Canonical, canonical
+from headstart.render.generated import Answers, Generated, digest_of, splice, stands_in
+
+_OF_GENERATED = {"reasoning", "tool-arguments", "generated-tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`characters` and `digest` of the text as the template wrote it; none of a plain prompt. `acted`: the rules of canonical
+    form that did something. `keep_tokens`: only so many from the start may be kept, None for all."""
+
+    ids: tuple[int, ...]
+    characters: int = 0
+    digest: bytes = b""
+    acted: frozenset[str] = frozenset()
+    keep_tokens: int | None = None
+
+
+class Prompting:
+    """`rules`: of canonical form, those that are on. Any number of threads may use one."""
+
+    def __init__(self, rules: Collection[str] = RULES) -> None:
+        self._rules = frozenset(rules)
+        self._answers = Answers()
+
+    def prompt(self, served: Served, ask: Ask) -> Prompt:
+        """Return the prompt. Takes a while for a long one. Raises RequestError naming the place."""
+        context = served.engine.info.context_tokens
+        if ask.messages is None:
+            ids = tuple(served.renderer.completion(ask.prompt, context_tokens=context))
+            return Prompt(ids, keep_tokens=0 if ask.caching.explicit else None)
+        made, text, generated = self._written(served, ask)
+        owner = _owner(ask)
+        spliced = splice(text, generated, ends=served.renderer.ends, rules=self._rules)
+        ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
+        keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
+        return Prompt(ids, len(text), digest_of(text), made.acted | spliced.acted, keep_tokens)
+
+    def heard(self, served: Served, ask: Ask, prompt: Prompt, tokens: Sequence[int], **said: Any) -> None:
+        """Remember an answer that ended by itself. `said`: what was read in it, as in `Generated`."""
+        if prompt.digest and self._rules & _OF_GENERATED:
+            text = served.renderer.decode(tokens, special=True)
+            answer = Generated(prompt.characters, prompt.digest, array("I", tokens), text, **said)
+            self._answers.keep(answer, owner=_owner(ask))
+
+    def _written(self, served: Served, ask: Ask, *, mark: str = "") -> tuple[Canonical, str, list[Generated]]:
+        """Return messages and tools in canonical form, their text, and what may have been generated of it; with a `mark` behind
+        the last breakpoint. Reasoning is put back only where the text goes on as it did when the reasoning was generated."""
+        assert ask.messages is not None
+        owner = _owner(ask)
+        messages = _marked(ask.messages, mark) if mark else ask.messages
+        known: dict[int, tuple[Generated, ...]] = {}
+        wrong: set[int] = set()
+
+        def recall(at: int, message: Mapping[str, Any]) -> str | None:
+            known[at] = self._answers.like(message, owner=owner)
+            return None if at in wrong else next((one.reasoning for one in known[at] if one.reasoning), None)
+
+        while True:
+            made = canonical(messages, ask.tools, self._rules, recall=recall)
+            text = served.renderer.write(
+                made.messages, tools=made.tools, arguments=ask.template, join_parts="text-parts" in self._rules
+            )
+            fails = {at for at in made.restored if not any(stands_in(text, one) for one in known[at])}
+            if not fails:
+                break
+            wrong |= fails
+        if self._rules & {"tool-arguments", "generated-tokens"}:
+            for at in set(range(len(made.messages))) - known.keys():
+                known[at] = self._answers.like(made.messages[at], owner=owner)
+        return made, text, [one for some in known.values() for one in some]
+
+    def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int]) -> int:
+        """Return how many tokens lie before the last breakpoint; none where there is none."""
+        assert ask.messages is not None
+        if not any(map(has_breakpoint, _holders(ask.messages))):
+            return 0
+        mark = secrets.token_hex(16)
+        marked = self._written(served, ask, mark=mark)[1]
+        before = commonprefix([text, marked[: marked.find(mark)]]) if mark in marked else ""  # noqa: RUF071 - no paths
+        begun = served.renderer.written(before, owner=_owner(ask))
+        return len(commonprefix([tuple(begun), tuple(ids)]))  # noqa: RUF071 - the last ones may be others where text goes on
+
+
+def _owner(ask: Ask) -> str:
+    """Return whose prompts and answers are remembered together: of those who may share a stored prefix."""
+    return repr(ask.caller.salt(ask.salt))
+
+
+def _holders(messages: Sequence[Any]) -> list[Any]:
+    """Return what can carry a breakpoint, in order: the parts of each message, then the message."""
+    found: list[Any] = []
+    for message in messages:
+        if isinstance(message, Mapping):
+            content = message.get("content")
+            found += [*content, message] if isinstance(content, list | tuple) else [message]
+    return found
+
+
+def _marked(messages: Sequence[Any], mark: str) -> list[Any]:
+    """Return messages with `mark` at the end of the text that carries the last breakpoint."""
+    last = next(one for one in reversed(_holders(messages)) if has_breakpoint(one))
+
+    def copied(message: Any) -> Any:
+        if not isinstance(message, Mapping):
+            return message
+        content = message.get("content")
+        if message is last and isinstance(content, str):
+            return {**message, "content": content + mark}
+        if isinstance(content, list | tuple) and content:
+            at = content[-1] if message is last else last
+            parts = [
+                {**one, "text": str(one.get("text", "")) + mark} if one is at and isinstance(one, Mapping) else one
+                for one in content
+            ]
+            return {**message, "content": parts}
+        return message
+
+    return [copied(message) for message in messages]

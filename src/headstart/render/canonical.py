@@ -1,0 +1,131 @@
+"""Differences between requests that mean nothing and cost every hit behind them, taken out before a prompt is rendered. Pure.
+
+Each rule has a name, does one thing and tells when it acted. None reorders or rewrites what a model or a user wrote.
+
+    billing-header     the header line that a coding agent puts at the top of its system prompt, new each time, is dropped
+    cache-control      marks for caches (`cache_control`, `prompt_cache_breakpoint`) are taken out of messages and tools
+    text-parts         content that is a list of text parts is the string that they make together
+    reasoning          reasoning that this server generated and that the client left out is put back, for the template to render
+                       or to leave out
+    tool-arguments     a call that this server generated keeps its tokens where the JSON of its arguments is equal
+    generated-tokens   a text that this server generated keeps its tokens where it would be tokenised in another way
+
+The last three need what was generated: `generated`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.config import CANONICAL_RULES
+
+RULES = CANONICAL_RULES
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates read, and clients write
+MARKS = ("cache_control", "prompt_cache_breakpoint")
+
+# Pairs up to their last semicolon, as what follows may stand on the same line; else the line.
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:(?:[ \t]*[\w.-]+=[^;\n]*;)+|[^\n]*)[ \t]*\n?")
+
+Recall = Callable[[int, Mapping[str, Any]], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """Messages and tools as they are rendered. `acted`: the names of rules that changed something. `restored`: the numbers of
+    messages whose reasoning was put back."""
+
+    messages: list[Any]
+    tools: list[Any] | None
+    acted: frozenset[str]
+    restored: tuple[int, ...] = ()
+
+
+def canonical(
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None,
+    rules: Collection[str],
+    *,
+    recall: Recall = lambda at, message: None,
+) -> Canonical:
+    """Return what `rules` make of a request's messages and tools, which are left as they are and may be anything: what is no
+    message is for whoever renders it to refuse. `recall` gives the reasoning of an assistant's message, by its number, where it
+    is known."""
+    acted: set[str] = set()
+    restored: list[int] = []
+    said: list[Any] = []
+    for at, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            said.append(message)
+            continue
+        one = dict(message)
+        if "cache-control" in rules:
+            one = _unmarked(one, acted)
+        if "billing-header" in rules and at == 0 and one.get("role") in ("system", "developer"):
+            one = _without_header(one, acted)
+        if "text-parts" in rules and isinstance(text := _joined(one.get("content")), str):
+            one["content"] = text
+            acted.add("text-parts")
+        if "reasoning" in rules and _lacks_reasoning(one) and (reasoning := recall(at, one)) is not None:
+            one["reasoning_content"] = reasoning
+            restored.append(at)
+            acted.add("reasoning")
+        said.append(one)
+    described: list[Any] | None = None if tools is None else list(tools)
+    if described is not None and "cache-control" in rules:
+        described = [_unmarked(tool, acted) if isinstance(tool, Mapping) else tool for tool in described]
+    return Canonical(said, described, frozenset(acted), tuple(restored))
+
+
+def _lacks_reasoning(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" and all(message.get(name) is None for name in _REASONING)
+
+
+def _unmarked(holder: Mapping[str, Any], acted: set[str]) -> dict[str, Any]:
+    """Take marks out of a message or tool, and of what lies directly in it: never out of a schema or of arguments."""
+    kept = {key: value for key, value in holder.items() if key not in MARKS}
+    inner = {}
+    for key in ("content", "tool_calls"):
+        if isinstance(parts := kept.get(key), list) and any(_marked(part) for part in parts):
+            inner[key] = [_plain(part) for part in parts]
+    if _marked(function := kept.get("function")):
+        inner["function"] = _plain(function)
+    if inner or len(kept) < len(holder):
+        acted.add("cache-control")
+    return kept | inner
+
+
+def _marked(part: Any) -> bool:
+    return isinstance(part, Mapping) and any(mark in part for mark in MARKS)
+
+
+def _plain(part: Any) -> Any:
+    return {key: value for key, value in part.items() if key not in MARKS} if isinstance(part, Mapping) else part
+
+
+def _without_header(message: dict[str, Any], acted: set[str]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        left: Any = _BILLING.sub("", content, count=1) if _BILLING.match(content) else content
+    elif isinstance(content, list) and content and isinstance(first := content[0], Mapping):
+        text = first.get("text")
+        if not isinstance(text, str) or not _BILLING.match(text):
+            return message
+        rest = _BILLING.sub("", text, count=1)
+        left = [{**first, "text": rest}, *content[1:]] if rest else content[1:]
+    else:
+        return message
+    if left != content:
+        acted.add("billing-header")
+    return {**message, "content": left}
+
+
+def _joined(content: Any) -> str | None:
+    """Return the string that a list of text parts makes, None for anything else."""
+    if not isinstance(content, list) or not all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return None
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,162 @@
+"""What this server generated, remembered until it comes back as history, so that it keeps the tokens that it was made of.
+
+A client returns an answer as a message; a template writes the message; a tokenizer makes tokens of it. They are those that the
+model gave only if nobody changed a space on the way, and everything behind the first other one is computed again. So an answer
+is remembered with its tokens and with the text of the prompt that it answered. In a later text that begins with that prompt,
+what stands up to the end of the turn is the same answer, if it has the same characters but for their order and for spaces (the
+JSON of arguments was compared before); then its tokens go in its place.
+
+    text    prompt that was answered │ the answer, as the template writes it │<|im_end|> …
+    tokens  of that text             │ as they were generated                │ of that text
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from headstart.render.answers import Call
+from headstart.render.remembering import Remembered
+
+REMEMBERED_BYTES = 32 << 20
+_ALIKE = 8  # answers with the same text to different prompts that are remembered
+_RECORD_BYTES = 600  # of books, beside texts and tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """An answer: its tokens and their text with special tokens, without the one that ended it, and what was read in it.
+    `prompt_characters` and `prompt_digest` tell what it answered."""
+
+    prompt_characters: int
+    prompt_digest: bytes
+    tokens: array[int]
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        texts = len(self.text) + len(self.content) + len(self.reasoning) + sum(len(call.arguments) for call in self.calls)
+        return 4 * (len(self.tokens) + texts) + _RECORD_BYTES  # a character takes 4 bytes at most
+
+
+@dataclass(frozen=True, slots=True)
+class Spliced:
+    """A text in order: strings that are still to be tokenised, and tokens that are known. `acted`: the rules that did it."""
+
+    parts: list[str | array[int]]
+    acted: frozenset[str]
+
+
+def digest_of(prompt: str) -> bytes:
+    return blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class Answers:
+    """Any number of threads may use one."""
+
+    def __init__(self, *, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self._kept = Remembered[str, tuple[Generated, ...]](remembered_bytes, nbytes=_nbytes)
+
+    def keep(self, answer: Generated, *, owner: str) -> None:
+        key = _key(answer.content, [call.id for call in answer.calls])
+        before = self._kept.get(owner, [key])[0] or ()
+        others = tuple(one for one in before if one.prompt_digest != answer.prompt_digest)
+        self._kept.put(owner, {key: (answer, *others[: _ALIKE - 1])})
+
+    def like(self, message: Mapping[str, Any], *, owner: str) -> tuple[Generated, ...]:
+        """Return the answers that an assistant's message may be, the latest first: with the same text but for spaces around
+        it, or the same calls by id, name and the JSON of their arguments."""
+        if message.get("role") != "assistant" or not isinstance(content := message.get("content") or "", str):
+            return ()
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            return ()
+        found = self._kept.get(owner, [_key(content, [str(call.get("id")) for call in calls])])[0] or ()
+        return tuple(one for one in found if one.content.strip() == content.strip() and _same_calls(one.calls, calls))
+
+
+def splice(text: str, answers: Iterable[Generated], *, ends: Collection[str], rules: Collection[str]) -> Spliced:
+    """Return `text` with the tokens of those answers that stand in it. `ends`: texts of tokens that end a turn."""
+    parts: list[str | array[int]] = []
+    acted: set[str] = set()
+    done = 0
+    for one, begin in _answered(text, answers):
+        rule = "tool-arguments" if one.calls else "generated-tokens"
+        end = min((at for end in ends if (at := text.find(end, begin)) >= 0), default=None)
+        if rule not in rules or begin < done or end is None:
+            continue
+        written = text[begin:end]
+        if written != one.text:
+            if Counter("".join(written.split())) != Counter("".join(one.text.split())):
+                continue
+            acted.add(rule)
+        parts += [text[done:begin], one.tokens]
+        done = end
+    return Spliced([*parts, text[done:]], frozenset(acted))
+
+
+def stands_in(text: str, answer: Generated) -> bool:
+    """Whether `text` begins with the prompt that was answered."""
+    return any(True for _ in _answered(text, [answer]))
+
+
+def _answered(text: str, answers: Iterable[Generated]) -> Iterator[tuple[Generated, int]]:
+    """Yield the answers whose prompt `text` begins with, and where that ends; the text is gone through once."""
+    digest, at = blake2b(digest_size=16), 0
+    for one in sorted(answers, key=lambda one: one.prompt_characters):
+        if one.prompt_characters >= len(text):
+            return
+        digest.update(text[at : one.prompt_characters].encode("utf-8", "surrogatepass"))
+        at = one.prompt_characters
+        if digest.digest() == one.prompt_digest:
+            yield one, at
+
+
+def _key(content: str, ids: Sequence[str]) -> str:
+    if ids:
+        return "call " + ids[0]
+    return "text " + blake2b(content.strip().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _same_calls(mine: Sequence[Call], calls: Sequence[Mapping[str, Any]]) -> bool:
+    functions = [call.get("function") for call in calls]
+    return len(mine) == len(calls) and all(
+        isinstance(function, Mapping)
+        and (one.id, one.name) == (call.get("id"), function.get("name"))
+        and _equal(one.arguments, function.get("arguments"))
+        for one, call, function in zip(mine, calls, functions, strict=True)
+    )
+
+
+def _equal(one: str, other: Any) -> bool:
+    """Whether two values are equal as JSON: order of keys and spaces do not count."""
+    try:
+        forms = [_form(json.loads(value or "{}") if isinstance(value, str) else value) for value in (one, other)]
+    except (ValueError, TypeError, RecursionError):
+        return bool(one == other)
+    return forms[0] == forms[1]
+
+
+def _form(value: Any) -> str:
+    return json.dumps(_whole_numbers(value), sort_keys=True)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """JSON has one kind of number: what went through a client may be 1 where it was 1.0."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _nbytes(key: str, answers: tuple[Generated, ...]) -> int:
+    return len(key) + sum(answer.nbytes for answer in answers)

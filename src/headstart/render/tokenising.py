@@ -1,0 +1,110 @@
+"""Text to token ids, of which what came before is remembered: a conversation's next turn tokenises only what is new.
+
+A tokenizer takes a text apart at its special tokens before it does anything else, and what lies between two of them becomes
+tokens by itself. So a text is cut at special tokens, and long parts once more between words (`cutting`); each part becomes the
+same tokens wherever it stands, and those of a part that was seen before are looked up.
+
+    <|im_start|>system … │<|im_end|>\\n│<|im_start|>user … │<|im_end|>\\n│<|im_start|>assistant …
+                         cut at the beginning of each special token
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Iterator
+from os.path import commonprefix
+from typing import Any
+
+from headstart.render.cutting import may_cut, parts_of
+from headstart.render.remembering import Remembered
+
+REMEMBERED_BYTES = 64 << 20
+_ENTRY_BYTES = 200  # of books, beside text and ids
+
+
+class Tokeniser:
+    """Any number of threads may use one. `remembered_bytes`: what is remembered at most, of all owners together."""
+
+    def __init__(self, backend: Any, *, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self._backend = backend
+        self._cuts = may_cut(backend)
+        self._special, self._cut_before = _special(backend)
+        self._parts: Remembered[str, array[int]] = Remembered(remembered_bytes, nbytes=_nbytes)
+
+    def ids(self, text: str, *, special_tokens: bool = False, owner: str = "") -> list[int]:
+        """Return the tokens of `text`; with `special_tokens` also those that the tokenizer puts around every text. What one
+        owner's texts became is remembered for that owner alone: how soon an answer comes tells what was tokenised before."""
+        if special_tokens:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+        parts = list(self.parts(text))
+        found = self._parts.get(owner, parts)
+        new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
+        if new:
+            # The fast batch leaves out offsets, which cost as much as the rest.
+            encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
+            fresh = {part: array("I", one.ids) for part, one in zip(new, encoded, strict=True)}
+            self._parts.put(owner, fresh)
+            found = [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
+        tokens = array("I")
+        for ids in found:
+            assert ids is not None
+            tokens += ids
+        return tokens.tolist()
+
+    def parts(self, text: str) -> Iterator[str]:
+        """Yield the parts of `text` that become tokens by themselves; joined they are `text`."""
+        for section in self._sections(text):
+            if self._cuts:
+                yield from parts_of(section)
+            else:
+                yield section
+
+    def _sections(self, text: str) -> Iterator[str]:
+        if self._special is None:
+            yield text
+            return
+        begin = 0
+        for match in self._special.finditer(text):
+            if match.start() > begin and match.group() in self._cut_before:
+                yield text[begin : match.start()]
+                begin = match.start()
+        if begin < len(text) or not text:
+            yield text[begin:]
+
+
+def _nbytes(part: str, ids: array[int]) -> int:
+    return sys.getsizeof(part) + len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+def _special(backend: Any) -> tuple[re.Pattern[str] | None, frozenset[str]]:
+    """Return what finds all tokens that are looked for in a text as it is given, leftmost and longest first as the tokenizer
+    does, and those of them before which it may be cut; None where it may not be cut at any."""
+    if getattr(backend, "encode_special_tokens", False):
+        return None, frozenset()  # special tokens are then text like any other
+    tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized and token.content]
+    # One that takes the spaces beside it along, or minds the words beside it, depends on its neighbours: no cut there, and
+    # none at all where tokens may themselves be such spaces.
+    others = {token.content for token in tokens if token.lstrip or token.rstrip or token.single_word}
+    plain = frozenset(token.content for token in tokens) - others
+    if not plain or (others and any(content != content.strip() for content in plain | others)):
+        return None, frozenset()
+    return re.compile(_any_of(sorted(plain | others))), plain
+
+
+def _any_of(words: list[str]) -> str:
+    """Return an expression for any of `words`, the longest that fits. Words that begin alike are tried together: there may be
+    a thousand, and texts full of what they begin with."""
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        by_first.setdefault(word[:1], []).append(word)
+    optional = by_first.pop("", None) is not None
+    alternatives = []
+    for alike in by_first.values():
+        begin = commonprefix(alike)  # noqa: RUF071 - of characters, no paths
+        alternatives.append(re.escape(begin) + _any_of([word[len(begin) :] for word in alike]))
+    if not alternatives:
+        return ""
+    together = alternatives[0] if len(alternatives) == 1 and not optional else f"(?:{'|'.join(alternatives)})"
+    return together + "?" * optional
