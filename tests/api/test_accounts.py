@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from api.serving import Running, running, served
+from headstart.api import generation as generation_module
 from headstart.api.accounts import Account, Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import Made, append_key, make_key, remove_keys
@@ -365,6 +366,43 @@ def test_a_client_that_reads_nothing_is_cut_and_its_request_ended(tmp_path: Path
     assert line.output < 300_000
 
 
+def test_what_a_slow_client_leaves_lying_is_bounded_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_module, "STUCK_S", 0.1)
+    engine = FakeEngine(context_tokens=400_000, answer=b"x" * 300_000)
+    with running(engine) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        body = json.dumps({"prompt": "x", "max_tokens": 300_000, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: len(engine.aborted) == 1)
+        (generation,) = server.service._flights.values() or [None]
+        if generation is not None:
+            assert generation._events.qsize() <= generation_module.MOST_BURST + 1
+        received = b""
+        while piece := client.recv(1 << 20):
+            received = (received + piece)[-4096:]
+    assert b"reader_too_slow" in received
+
+
+def test_a_bug_and_a_client_that_leaves_while_sending_are_in_the_log(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounts = Accounts(log=UsageLog(tmp_path / "usage", keep_bytes=1 << 20))
+    with running(engine, accounts=accounts) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
+        eventually(lambda: len(logged(tmp_path)) == 1)
+
+        def bug(*_: Any) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(server.service, "start", bug)
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 500
+    assert [(one.finish, one.status) for one in logged(tmp_path)] == [("abort", 499), ("error", 500)]
+
+
 def test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters(engine: FakeEngine, tmp_path: Path) -> None:
     accounts = Accounts(log=UsageLog(tmp_path / "usage", keep_bytes=1 << 20))
     with running(engine, accounts=accounts) as server:
@@ -400,7 +438,9 @@ def test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request() ->
     assert not Usage.of(receipt, output_tokens=1).clamped
 
 
-def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_keeping_accounts_reaches_no_request(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Failing:
         def __call__(self, account: Account, entry: Entry, times: Times | None) -> None:
             raise RuntimeError("accounts are down")
@@ -411,4 +451,7 @@ def test_a_fault_in_keeping_accounts_reaches_no_request(engine: FakeEngine, capl
     with running(engine, accounts=accounts) as server:
         assert ask(server, "none").choices[0].finish_reason == "length"
         eventually(lambda: accounts.counters.get("account_faults") == 1)
+        monkeypatch.setattr(server.service.metrics, "observe", Failing())
+        assert ask(server, "none").choices[0].finish_reason == "length"
+        eventually(lambda: accounts.counters.get("account_faults") == 3)
     assert "accounts are down" in caplog.text

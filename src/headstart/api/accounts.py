@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,15 +72,25 @@ class Account:
     def refused(self, error: RequestError) -> None:
         """The request ends before the engine had it."""
         self.status = error.status
-        self._close(self._entry("refused"), None, None)
+        self._close(self._entry("refused"), None, [])
 
     def left(self) -> None:
-        """The client went away before the engine had its request, or the server failed on it."""
+        """The client went away before the engine had its request."""
         self.status = GONE
-        self._close(self._entry("abort"), None, None)
+        self._close(self._entry("abort"), None, [])
+
+    def failed(self) -> None:
+        """The server failed on it before the engine had it."""
+        self.status = 500
+        self._close(self._entry("error"), None, [])
 
     def ended(self, generation: Generation) -> None:
         """The engine is through with all answers and nobody reads them any more."""
+        with self.accounts.guarded():
+            self._ended(generation)
+        self.leave.end()
+
+    def _ended(self, generation: Generation) -> None:
         self.accounts.pace.landed()
         receipts = [answer.receipt for answer in generation.answers if answer.receipt is not None]
         usage = generation.usage()
@@ -121,12 +132,13 @@ class Account:
             **more,
         )
 
-    def _close(self, entry: Entry, times: Times | None, receipts: list[Receipt] | None) -> None:
+    def _close(self, entry: Entry, times: Times | None, receipts: list[Receipt]) -> None:
         if self.closed:
             return
         self.closed = True
         self.leave.end()
-        self.accounts.keep(self, entry, times, receipts or [])
+        with self.accounts.guarded():
+            self.accounts.keep(self, entry, times, receipts)
 
 
 class Accounts:
@@ -169,24 +181,29 @@ class Accounts:
         return account
 
     def keep(self, account: Account, entry: Entry, times: Times | None, receipts: list[Receipt]) -> None:
-        """Log, count and tell; nothing that fails here reaches a request."""
+        """Log, count and tell."""
+        self._count(entry)
+        if self.log is not None:
+            self.log.add(entry)
+        if receipts:
+            self.receipts.keep(entry.id, entry.tenant, _told(entry, times, receipts))
+        if self._on_ended is not None:
+            self._on_ended(account, entry, times)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Let nothing that fails inside reach a request: it is counted and logged."""
         try:
-            self._count(entry)
-            if self.log is not None:
-                self.log.add(entry)
-            if receipts:
-                self.receipts.keep(entry.id, entry.tenant, _told(entry, times, receipts))
-            if self._on_ended is not None:
-                self._on_ended(account, entry, times)
+            yield
         except Exception:  # noqa: BLE001 - the accounts' outer edge: an answer is worth more than its line
             self.counters.add("account_faults")
-            _log.exception("keeping the account of request %s failed", entry.id)
+            _log.exception("keeping the account of a request failed")
 
     def close(self) -> None:
-        if self._on_ended is not None:
-            self._on_ended.close()
         if self.log is not None:
             self.log.close()
+        if self._on_ended is not None:
+            self._on_ended.close()
 
     def _count(self, entry: Entry) -> None:
         name = entry.tenant

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -90,8 +90,11 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         except RequestError as error:
             account.refused(error)
             raise
-        except BaseException:  # the client has gone, or a bug
+        except (ClientDisconnect, asyncio.CancelledError):
             account.left()
+            raise
+        except BaseException:
+            account.failed()
             raise
         shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
         if ask.stream:

@@ -53,8 +53,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     created: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[^\s=,*]{1,64}", self.tenant) or not self.tenant.isprintable():
-            raise ValueError(f"the tenant {self.tenant!r} is no name of 1 to 64 characters without spaces, commas, = and *")
+        if not re.fullmatch(r"[^\s=,*]{1,63}", self.tenant) or not self.tenant.isprintable():
+            raise ValueError(f"the tenant {self.tenant!r} is no name of 1 to 63 characters without spaces, commas, = and *")
         encode_retention(self.retention)
         if self.disk is not None:
             try:
@@ -145,15 +145,21 @@ def _id_of(line: bytes) -> str | None:
 def _changing(file: Path) -> Iterator[list[bytes]]:
     """Let the lines of `file` be changed by one process at a time; it is replaced as a whole, synced, or stays as it is."""
     try:
+        file = file.resolve()  # what a link points to is replaced, not the link
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(file.with_name(file.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            lines = file.read_bytes().splitlines() if file.exists() else []
+            before = file.stat() if file.exists() else None
+            lines = file.read_bytes().splitlines() if before else []
             yield lines
             new = file.with_name(file.name + ".new")
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "wb") as stream:
+                if before is not None:  # a server of another user reads it still
+                    with suppress(PermissionError):
+                        os.fchown(descriptor, before.st_uid, before.st_gid)
+                    os.fchmod(descriptor, before.st_mode & 0o7777)
                 stream.write(b"".join(line + b"\n" for line in lines))
                 stream.flush()
                 os.fsync(descriptor)

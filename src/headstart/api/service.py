@@ -260,7 +260,8 @@ class Service:
         receipt = answer.receipt
         if answer.finish != "abort":  # of an answer that was cut off nobody was told
             receipt = replace(receipt, completion_tokens=answer.completion_tokens)
-        self.metrics.observe(answer.finish, receipt)
+        with self.accounts.guarded():
+            self.metrics.observe(answer.finish, receipt)
         log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
     def _prepared(self, served: Served, ask: Ask) -> tuple[Prompt, Answering]:

@@ -8,6 +8,7 @@ A request's span is made when it has ended, with the times that its receipt tell
 from __future__ import annotations
 
 import importlib
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from headstart import __version__
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _OPERATIONS = {"/v1/completions": "text_completion"}
 _NS = 1_000_000_000
+_SEND_S = 5  # that sending one batch may take, tries included
+_CLOSE_S = 3.0
 
 
 class Tracing:
@@ -36,9 +39,10 @@ class Tracing:
             )
             if exporter is None:
                 otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-                exporter = otlp.OTLPSpanExporter(endpoint=endpoint)
+                exporter = otlp.OTLPSpanExporter(endpoint=endpoint, timeout=_SEND_S)
         except ImportError as error:
             raise MissingExtra("traces need OpenTelemetry; pip install 'headstart[otel]'", extra="otel") from error
+        self._exporter = exporter
         self._trace: Any = trace
         self._propagator: Any = propagation.TraceContextTextMapPropagator()
         resource = resources.Resource.create({"service.name": "headstart", "service.version": __version__})
@@ -69,8 +73,12 @@ class Tracing:
         span.end(end_time=begun_ns + int(max(entry.total_s, 0.0 if times is None else times.total) * _NS))
 
     def close(self) -> None:
-        """Send what waits, and end the sender."""
-        self._provider.shutdown()
+        """Send what waits, and end the sender. A collector that is not there holds nobody up for longer than some seconds."""
+        ending = Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        if ending.is_alive():
+            self._exporter.shutdown()
 
 
 def _stages(times: Times) -> list[tuple[str, float, float]]:

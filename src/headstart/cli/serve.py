@@ -121,7 +121,10 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def _is_worth_a_line(self, record: logging.LogRecord) -> bool:
-        """A request that is cut because the server goes down is no bug of the application, as uvicorn would log it."""
+        """A request that is cut because the server goes down, or its client does not read, is no bug of the application, as
+        uvicorn would log it."""
+        if record.msg == "ASGI callable returned without completing response.":
+            return False
         cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
         return not (self.should_exit and cut)
 
