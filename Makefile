@@ -5,6 +5,8 @@ VENV   ?= .venv
 # A CPU build of torch by default: small, and enough for the demo and the tests. For a GPU: make demo TORCH=torch
 TORCH  ?= cpu
 BIN    := $(VENV)/bin
+# Which engine the demo runs on: torch, or llama (make demo ENGINE=llama): GGUF, a small install, nothing converted
+ENGINE ?= torch
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo test test-vllm check bench soak trials clean install
@@ -12,8 +14,13 @@ export OMP_WAIT_POLICY = PASSIVE
 help:  ## list the commands
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
 
+ifeq ($(ENGINE),llama)
+demo: $(VENV)-llama/.installed
+	@$(VENV)-llama/bin/headstart demo smollm2-135m-gguf $(DEMO)
+else
 demo: $(VENV)/.installed  ## the main job on a real model: compute once, kill the server, answer from disk
 	@$(BIN)/headstart demo $(DEMO)
+endif
 
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
@@ -52,8 +59,15 @@ $(VENV)/.installed: pyproject.toml Makefile $(COMPILED)
 	    $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null \
 	    || $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu torch; \
 	else $(BIN)/pip install -q "$(subst cpu,torch,$(TORCH))"; fi
-	$(BIN)/pip install -q -e '.[torch,test,dev]'
+	$(BIN)/pip install -q -e '.[torch,llama,test,dev]'
+	@touch $@
+
+$(VENV)-llama/.installed: pyproject.toml Makefile
+	@test -x $(VENV)-llama/bin/python || $(PYTHON) -m venv $(VENV)-llama || { rm -rf $(VENV)-llama; \
+	    echo "$(PYTHON) cannot make a virtual environment; run make install, which tells what is missing"; exit 3; }
+	@echo "installing into $(VENV)-llama (some 100 MB, no torch)"
+	$(VENV)-llama/bin/pip install -q -e '.[llama]'
 	@touch $@
 
 clean:  ## remove .venv and caches, keep models and stored prefixes
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-llama build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -17,10 +17,12 @@ from benchmarks import (
     lengths,
     many,
     overhead,
+    reopen,
     slow_disk,
     store,
     trace,
     turns,
+    vllm,
     write,
 )
 
@@ -35,9 +37,11 @@ BENCHMARKS = {
     "lengths": lengths,
     "many": many,
     "overhead": overhead,
+    "reopen": reopen,
     "slow_disk": slow_disk,
     "trace": trace,
     "turns": turns,
+    "vllm": vllm,
     "store": store,
     "write": write,
 }

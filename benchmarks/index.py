@@ -1,8 +1,4 @@
-"""What a million blocks cost besides their bytes: memory for the index, opening again, matching a long prompt, and pauses.
-
-The directories are made on paper (`paper.py`): journals and headers are real, the bodies of extents are holes, so that what is
-measured is the books and not the disk. Each opening is a process of its own.
-"""
+"""What many blocks cost besides their bytes: memory for the index, matching a long prompt, and pauses; opening is `reopen`."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import benchmark_home, where_it_ran
-from benchmarks.paper import CAPACITY_BYTES, IDENTITY, SMALL, Paper, build
+from benchmarks.paper import CAPACITY_BYTES, IDENTITY, SMALL, build
 from headstart.cache import PrefixCache
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.books import Books
@@ -35,20 +31,19 @@ from headstart.tier.disk.records import (
 )
 
 TOKENS = 131_072
-_CHILD = "import sys; from benchmarks.index import {0}; {0}(*sys.argv[1:])"
+_CHILD = "import sys; from benchmarks.{1} import {0}; {0}(*sys.argv[1:])"
 
 
 def run(*, smoke: bool = False) -> dict[str, Any]:
-    """Return bytes a block, seconds to open, and milliseconds to match and of pauses."""
+    """Return bytes a block, and milliseconds to match and of pauses."""
     home = benchmark_home()
-    blocks, rounds = (20_000, 1) if smoke else (1_000_000, 7)
+    blocks = 20_000 if smoke else 1_000_000
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         return {
             "where": where_it_ran(Path(folder)),
             "memory": [_memory(100_000 if smoke else 10_000_000, extent_blocks) for extent_blocks in (16, 4, 1)],
-            "pauses": _child("measure_pauses", str(blocks)),
+            "pauses": child("measure_pauses", str(blocks)),
             "blocks": blocks,
-            "openings": [*_openings(Path(folder), blocks, rounds)],
             "match": _match(Path(folder), blocks, 20 if smoke else 200),
         }
 
@@ -64,12 +59,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['memory'][0]['blocks']:,} blocks, as memory grew by them. Longest time under the books' lock for "
         f"one extent, up to {pauses['blocks']:,} blocks: {pauses['added_ms']:.1f} ms to add it, {pauses['removed_ms']:.1f} "
         "ms to remove it (CPU time of the thread).",
-        "",
-        f"| {result['blocks']:,} blocks opened | page cache | median | slowest |",
-        "|---|---|---|---|",
     ]
-    for one in result["openings"]:
-        rows.append(f"| {one['what']} | {one['page_cache']} | {one['median_s']:.2f} s | {one['slowest_s']:.2f} s |")
     rows += ["", f"| {TOKENS:,} tokens matched, hashing included | best | median |", "|---|---|---|"]
     for one in result["match"]:
         rows.append(f"| {one['what']} | {one['best_ms']:.2f} ms | {one['median_ms']:.2f} ms |")
@@ -77,41 +67,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _memory(blocks: int, extent_blocks: int) -> dict[str, Any]:
-    return _child("measure_memory", str(blocks), str(extent_blocks))
-
-
-def _openings(folder: Path, blocks: int, rounds: int) -> Any:
-    tokens = np.arange(TOKENS, dtype=np.uint32)
-    for extent_blocks in (16, 4):
-        for crash in (False, True):
-            what = "after a crash, four dead writers, journals half dead" if crash else "after a clean close"
-            paper = build(
-                folder / f"{extent_blocks}-{crash}",
-                blocks=blocks,
-                extent_blocks=extent_blocks,
-                tokens=tokens,
-                writers=4 if crash else 1,
-                crash=crash,
-            )
-            for page_cache in ("emptied", "warm"):
-                yield _opening(paper, f"{what}, extents of {extent_blocks}", page_cache, rounds)
-    paper = build(folder / "scan", blocks=blocks, extent_blocks=16, tokens=tokens, headers=True)
-    yield _opening(paper, "after all journals were lost, extents of 16", "emptied", 1)
-
-
-def _opening(paper: Paper, what: str, page_cache: str, rounds: int) -> dict[str, Any]:
-    seconds = []
-    for _ in range(rounds):
-        paper.restore()
-        if page_cache == "warm":
-            for path in [*paper.journals, *paper.root.glob("segments/*/*.seg")]:
-                with path.open("rb") as file:
-                    file.read(1 << 30 if path.suffix == ".log" else 4096)
-        found = _child("measure_opening", str(paper.root), paper.keys[0].hex(), paper.keys[-1].hex())
-        if (found["blocks"], found["located"]) != (paper.blocks, 2):
-            raise RuntimeError(f"{what}: {found} of {paper.blocks} blocks are there")
-        seconds.append(found["seconds"])
-    return {"what": what, "page_cache": page_cache, "median_s": statistics.median(seconds), "slowest_s": max(seconds)}
+    return child("measure_memory", str(blocks), str(extent_blocks))
 
 
 def _match(folder: Path, blocks: int, rounds: int) -> Any:
@@ -121,7 +77,7 @@ def _match(folder: Path, blocks: int, rounds: int) -> Any:
     paper.restore()
     results = []
     tier = DiskTier.open(paper.root, capacity_bytes=CAPACITY_BYTES)
-    with PrefixCache([tier], identity=IDENTITY, representation=SMALL) as cache:
+    with PrefixCache([tier], identity=IDENTITY, representation=SMALL, match_timeout_s=20.0) as cache:
         for what, asked in (("from a u32 array", tokens), ("from a list", tokens.tolist())):
             times = []
             for _ in range(rounds):
@@ -135,22 +91,13 @@ def _match(folder: Path, blocks: int, rounds: int) -> Any:
     return results
 
 
-def _child(verb: str, *arguments: str) -> Any:
-    command = [sys.executable, "-c", _CHILD.format(verb), *arguments]
+def child(verb: str, *arguments: str, of: str = "index") -> Any:
+    """Return what a function of a benchmark prints in a process of its own."""
+    command = [sys.executable, "-c", _CHILD.format(verb, of), *arguments]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800).stdout)
 
 
 # What children do; each prints one JSON object.
-
-
-def measure_opening(root: str, *keys: str) -> None:
-    start = time.perf_counter()
-    tier = DiskTier.open(Path(root), capacity_bytes=CAPACITY_BYTES)
-    seconds = time.perf_counter() - start
-    located = int((tier.locate(SMALL.digest, list(map(bytes.fromhex, keys))).extents >= 0).sum())
-    blocks = tier.statistics().blocks
-    tier.close()
-    print(json.dumps({"seconds": seconds, "blocks": blocks, "located": located}))
 
 
 def measure_memory(blocks: str, extent_blocks: str) -> None:

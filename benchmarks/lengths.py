@@ -226,7 +226,7 @@ def _ask(engine: TorchEngine, prompt: Sequence[int], *, count: int = 1, use_cach
 
 
 def _all_same(engine: TorchEngine, prompt: Sequence[int], firsts: Sequence[int]) -> bool:
-    from headstart.engine.torch.exactness import same_tokens
+    from headstart.engine.exactness import same_tokens
 
     return all(same_tokens(engine.next_logits, prompt, firsts[:1], [other], tolerance=_TOLERANCE) for other in set(firsts))
 

@@ -100,6 +100,16 @@ class EngineConfig:
     max_running: Annotated[Count, Meta(description="requests computed at once")] = 8
     prefill_chunk: Annotated[Count, Meta(description="tokens of a prompt computed in one step")] = 1024
     context: Annotated[Count | None, Meta(description="limit on prompt and answer in tokens, below the model's own")] = None
+    kv_type: Annotated[
+        Literal["auto", "f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"],
+        Meta(description="of GGUF models: auto (f16), or how KV is quantised; torch's is dtype"),
+    ] = "auto"
+    libllama: Annotated[
+        str,
+        Meta(
+            description="of GGUF models: path of libllama.so, for a build with CUDA, Metal, ROCm or Vulkan; else the package's"
+        ),
+    ] = ""
     adapters: Annotated[
         Folders, Meta(description='LoRA adapters beside the model, by the name that requests give as model: "sql=/a, chat=/b"')
     ] = ""
@@ -146,7 +156,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    model: Annotated[str, Meta(min_length=1, description="alias, directory or hub name")] = "smollm2-135m"
+    model: Annotated[str, Meta(min_length=1, description="alias, GGUF file, directory or hub name")] = "smollm2-135m"
     models_directory: Annotated[Path, Meta(description="where fetched and converted models lie")] = Path(
         "~/.cache/headstart/models"
     )
@@ -306,6 +316,26 @@ def parse_adapters(text: str) -> dict[str, Path]:
     {'sql': PosixPath('/srv/sql'), 'chat': PosixPath('/srv/chat')}
     """
     return {name: Path(folder).expanduser() for name, folder in _pairs(text, 'write "sql=/srv/sql, chat=/srv/chat"')}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlaces:
+    """Where other programs keep the models that they have downloaded."""
+
+    ollama: Path
+    lm_studio: tuple[Path, ...]
+    hugging_face: Path
+
+
+def model_places() -> ModelPlaces:
+    """Return those places, as these programs' own variables say."""
+    home = Path("~").expanduser()
+    hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or home / '.cache/huggingface'}/hub"
+    return ModelPlaces(
+        ollama=Path(os.environ.get("OLLAMA_MODELS") or home / ".ollama/models"),
+        lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
+        hugging_face=Path(hub).expanduser(),
+    )
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:

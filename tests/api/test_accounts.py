@@ -18,6 +18,7 @@ import pytest
 
 from api.serving import Running, running, served
 from headstart.api import generation as generation_module
+from headstart.api import limits
 from headstart.api.accounts import Account, Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import Made, append_key, make_key, remove_keys
@@ -285,6 +286,20 @@ def test_limits_of_a_key_are_429_with_the_time_to_wait(engine: FakeEngine, file:
             ask(server, small)
         assert raised.value.status_code == 413
     assert sorted(one.status for one in logged(file.parent)) == [200] * 6 + [413, 429, 429, 429]
+
+
+def test_a_key_that_is_refused_without_end_does_not_fill_the_log(
+    engine: FakeEngine, file: Path, give: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REFUSAL_LINES", 3)
+    key = give("a", requests_per_minute=1).text
+    with keyed(engine, file, clock=lambda: 0.0) as server, httpx.Client(base_url=server.url) as http:
+        body, headers = {"prompt": "x", "max_tokens": 1}, {"x-api-key": key}
+        statuses = [http.post("/v1/completions", json=body, headers=headers).status_code for _ in range(20)]
+    assert statuses == [200] + [429] * 19
+    lines = logged(file.parent)
+    assert [one.requests for one in lines if one.finish == "refused"] == [1, 1, 1, 16]
+    assert next(iter(add_up(lines, ["tenant"]).values())).counts["requests"] == 20
 
 
 def test_a_tenant_has_its_class_and_its_priority_and_no_more(engine: FakeEngine, file: Path, give: Callable[..., Made]) -> None:

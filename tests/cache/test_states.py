@@ -324,7 +324,8 @@ def test_a_cache_that_is_closed_ends_a_load_of_a_state() -> None:
     tier.inject(Fault("read", "stall", times=1))
     running = match(cache, kv).load(FakeDestination(STATEFUL, 3))
     assert tier.stalled.wait(TIMEOUT_S)
-    cache.close()
+    cache.close(timeout_s=0.5)  # it does not wait for the read without end
+    tier.heal()
     assert running.result(TIMEOUT_S) == 0
     assert {fault.reason for fault in running.faults} <= {"closed", "read"}
 

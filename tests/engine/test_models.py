@@ -51,11 +51,11 @@ def test_a_tilde_is_the_home_folder(
     [
         ("smolm2-135m", "unknown model 'smolm2-135m': did you mean smollm2-135m"),
         ("SmolLM2-135M", "did you mean smollm2-135m"),
-        ("gpt-9", r"unknown model 'gpt-9': known names: smollm2-135m\. A folder with"),
+        ("gpt-9", r"unknown model 'gpt-9': known names: smollm2-135m, smollm2-135m-gguf\. A folder with"),
         ("", "known names: smollm2-135m"),
         ("/nowhere/model", "there is no folder /nowhere/model"),
         ("./nowhere", "there is no folder ./nowhere"),
-        ("some/where/model.gguf", "GGUF files are not served yet"),
+        ("some/where/model.gguf", "there is no file some/where/model.gguf"),
         ("a/b/c", "unknown model 'a/b/c'"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_name_that_means_nothing_gets_a_sentence(
 
 def test_a_file_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="is a file; give the folder"):
+    with pytest.raises(ModelError, match="is a file and no GGUF; give the folder"):
         resolve(str(tmp_path / "model.safetensors"), tmp_path)
 
 

@@ -20,9 +20,9 @@ from headstart.cache import PrefixCache
 from headstart.config import CacheConfig, Config, EngineConfig
 from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
 from headstart.engine.checkpoint import identity_of
+from headstart.engine.exactness import same_tokens
 from headstart.engine.torch import open_engine
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.tier.disk import DiskTier

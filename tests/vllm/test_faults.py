@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Answer, Server, connector, serving
+from benchmarks.vllm_server import Answer, Server, connector, serving
 
 REQUESTS, AT_ONCE = 200, 8
 _random = random.Random(7)

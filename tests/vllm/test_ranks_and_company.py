@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from serving import connector, serving
+from benchmarks.vllm_server import connector, serving
 
 _dice = random.Random(4)
 PROMPT = [_dice.randrange(5, 500) for _ in range(700)]

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from serving import Answer, Server, connector, serving
+from benchmarks.vllm_server import Answer, Server, connector, serving
 
 PIECE = 128  # vLLM's block on a CPU
 STORED = 1024

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headstart.api.keyring import ANYBODY, Caller, Keyring
-from headstart.api.limits import Limits, Pace, Pass
+from headstart.api.limits import Limits, Pace, Pass, Refusals
 from headstart.api.receipts import Receipts, Times, facts_of
 from headstart.engine.base import Receipt
 from headstart.errors import RequestError
@@ -162,6 +162,7 @@ class Accounts:
         self.counters = Counters()
         self.by_tenant: dict[str, dict[str, int]] = {}
         self._limits = Limits(clock)
+        self._refusals = Refusals(clock)
         self._on_ended = on_ended
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
@@ -183,8 +184,9 @@ class Accounts:
     def keep(self, account: Account, entry: Entry, times: Times | None, receipts: list[Receipt]) -> None:
         """Log, count and tell."""
         self._count(entry)
-        if self.log is not None:
-            self.log.add(entry)
+        line = self._refusals.line(entry) if entry.finish == "refused" else entry
+        if self.log is not None and line is not None:
+            self.log.add(line)
         if receipts:
             self.receipts.keep(entry.id, entry.tenant, _told(entry, times, receipts))
         if self._on_ended is not None:
@@ -201,6 +203,8 @@ class Accounts:
 
     def close(self) -> None:
         if self.log is not None:
+            for line in self._refusals.rest():
+                self.log.add(line)
             self.log.close()
         if self._on_ended is not None:
             self._on_ended.close()

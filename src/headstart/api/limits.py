@@ -8,11 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from headstart.api.errors import TooManyRequests, TooManyWaiting
 from headstart.api.keyring import Caller
 from headstart.api.keys import Key
+from headstart.ledger.entry import Entry
 from headstart.policy.rates import Bucket
 
+REFUSAL_LINES = 600  # a minute and key
 _LANDINGS = 32  # that the pace is taken from
 _LONGEST_S = 60  # that anybody is sent away for because of a queue
 
@@ -77,6 +81,33 @@ class Limits:
         state.requests = _as_it_is(state.requests, key.requests_per_minute, now_s)
         state.tokens = _as_it_is(state.tokens, key.tokens_per_minute, now_s)
         return state
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Which refusals get a line of their own: of each key so many a minute, or who floods us with requests would fill the usage
+    log and push out what was used. The others are added to the next line of that key."""
+
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[str, Bucket] = field(default_factory=dict)
+    _held: dict[str, Entry] = field(default_factory=dict)
+
+    def line(self, entry: Entry) -> Entry | None:
+        """Return the line to write for a refusal, or None for none now."""
+        now_s = self.clock()
+        bucket = self._buckets.setdefault(entry.key, Bucket(REFUSAL_LINES, now_s))
+        held = self._held.pop(entry.key, None)
+        entry = structs.replace(entry, requests=1 + (0 if held is None else held.requests))
+        if bucket.wait_s(now_s):
+            self._held[entry.key] = entry
+            return None
+        bucket.take(1, now_s)
+        return entry
+
+    def rest(self) -> list[Entry]:
+        """Return lines for all that have none yet."""
+        held, self._held = list(self._held.values()), {}
+        return held
 
 
 @dataclass(slots=True)

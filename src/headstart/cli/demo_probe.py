@@ -45,14 +45,13 @@ def answer(request: ProbeRequest) -> Probed:
 
     prefer_sleeping_threads()  # as `serve` does, before the tensor library is imported
     from headstart.cli.opening import open_model
-    from headstart.engine.base import GenerationRequest, TokenEvent
-    from headstart.engine.torch.engine import TorchEngine
-    from headstart.engine.torch.exactness import same_tokens
+    from headstart.engine.base import GenerationRequest, MeasuredEngine, TokenEvent
+    from headstart.engine.exactness import same_tokens
 
     config = Config(model=request.model, cache=CacheConfig(directory=Path(request.cache), capacity="4GiB"))
     served = open_model(config, on_progress=lambda stage, fraction: None)
     engine = served.engine
-    assert isinstance(engine, TorchEngine)
+    assert isinstance(engine, MeasuredEngine)
 
     def tokens(messages: Messages) -> list[int]:
         return served.renderer.chat(messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,9 @@ from headstart.api.shared import SharedPrefixes, read_shared
 from headstart.cli.progress import OnProgress
 from headstart.config import Config, parse_quotas
 from headstart.engine.base import Engine, Sampling
-from headstart.engine.models import resolve_model
-from headstart.engine.torch import open_engine
-from headstart.engine.vllm import open_engine as open_vllm
-from headstart.errors import ModelError
-from headstart.render import Renderer
+from headstart.engine.models import ModelFolder, resolve_model
+from headstart.errors import ConfigError, ModelError
+from headstart.render import GGUFRenderer, Renderer
 from headstart.render.answers import Family, family_named, family_of
 
 
@@ -31,7 +30,11 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         if stage != "ready":  # a part that is ready is not yet the whole
             on_progress(stage, fraction)
 
-    folder = resolve_model(config.model, config.models_directory, on_progress=part)
+    found = resolve_model(config.model, config.models_directory, on_progress=part)
+    return _open_gguf(found, config, part) if found.is_gguf else _open_folder(found, config, part)
+
+
+def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
         _import_libraries()
@@ -44,8 +47,12 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
     engine: Engine
     cache = None
     if config.engine.engine == "vllm":
+        from headstart.engine.vllm import open_engine as open_vllm
+
         engine = open_vllm(folder.path, settings, on_progress=part)
     else:
+        from headstart.engine.torch import open_engine
+
         engine = torch_engine = open_engine(folder.path, settings, on_progress=part)
         cache = torch_engine.cache
     return Served(
@@ -57,6 +64,39 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
         cache=cache,
         shared=shared,
         answers=answers_of(renderer, config.server.answers),
+    )
+
+
+def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
+    from headstart.engine.llama import open_engine
+
+    for key, given in (("adapters", config.engine.adapters), ("deterministic", config.engine.deterministic)):
+        if given:
+            raise ConfigError(f"engine.{key} is not for GGUF models; leave it out, or serve a folder", key=f"engine.{key}")
+    if config.engine.engine == "vllm":
+        raise ConfigError(
+            "GGUF models are not served through vLLM here; leave --engine out, or serve a folder", key="engine.engine"
+        )
+    engine = open_engine(file.path, _with_disk_quotas(config), on_progress=part)
+    try:
+        part("reading the tokenizer", None)
+        renderer = GGUFRenderer(engine.weights.vocabulary, template=engine.weights.chat_template)
+        renderer.warm_up()
+        declared = config.server.shared_prefixes
+        shared = SharedPrefixes() if declared is None else read_shared(declared, renderer)
+        answers = answers_of(renderer, config.server.answers)
+    except BaseException:
+        engine.close()
+        raise
+    return Served(
+        name=file.name,
+        engine=engine,
+        renderer=renderer,
+        defaults=_gguf_defaults(engine.weights.metadata),
+        note=file.note,
+        cache=engine.cache,
+        shared=shared,
+        answers=answers,
     )
 
 
@@ -110,4 +150,25 @@ def sampling_defaults(folder: Path) -> Sampling:
         temperature=1.0 if said.temperature is None else said.temperature,
         top_p=1.0 if said.top_p is None else said.top_p,
         top_k=0 if said.top_k is None else said.top_k,
+    )
+
+
+def _gguf_defaults(metadata: Callable[[str], str | None]) -> Sampling:
+    """Return what a GGUF recommends under `general.sampling`: greedy unless it names a temperature."""
+
+    def number(name: str, default: float) -> float:
+        try:
+            return float(metadata(f"general.sampling.{name}") or default)
+        except ValueError:
+            return default
+
+    penalty = number("penalty_repeat", 1.0)
+    if metadata("general.sampling.temp") is None:
+        return Sampling(repetition_penalty=penalty)
+    return Sampling(
+        repetition_penalty=penalty,
+        min_p=number("min_p", 0.0),
+        temperature=number("temp", 1.0),
+        top_p=number("top_p", 1.0),
+        top_k=int(number("top_k", 0)),
     )

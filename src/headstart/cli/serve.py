@@ -47,7 +47,8 @@ LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in t
 @click.option("--model", "named", metavar="MODEL", help="the same as the argument")
 @config_options("server", "cache", "engine", "", without="model")
 def serve(model: str | None, named: str | None, config_file: Path | None, **flags: Any) -> int:
-    """Serve MODEL: an alias (smollm2-135m, the default), a Hugging Face directory, or a hub name."""
+    """Serve MODEL: an alias (smollm2-135m, the default), a GGUF file, a Hugging Face directory, a hub name, or a name that
+    `headstart models` lists."""
     if model is not None and named is not None and model != named:
         raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
     config = chosen_config(config_file, flags, model=named if model is None else model)

@@ -35,7 +35,7 @@ class ServerProcess:
     """
 
     def __init__(self, arguments: Sequence[str], *, log: Path, ready_timeout_s: float = 600.0) -> None:
-        self._arguments = [sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0"]
+        self._arguments = [sys.executable, "-m", "headstart.cli", "serve", *arguments, "--port", "0", "--usage-keep", "0"]
         self._log = log
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None

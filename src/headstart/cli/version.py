@@ -26,6 +26,7 @@ def version(as_json: bool) -> None:
         "platform": platform.platform(),
         "torch": _installed("torch"),
         "transformers": _installed("transformers"),
+        "libllama": _installed("xllamacpp"),
         "disk reader": "Python" if native.reader() is None else "C",
         "attention": "torch" if find_spec("headstart.engine.torch._attention") is None else "C",
     }

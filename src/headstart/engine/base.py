@@ -5,9 +5,9 @@ An engine speaks token ids only; text belongs to `render`. Callbacks run on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -206,4 +206,18 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End every request, finish saving, free everything. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """What ours can be asked besides."""
+
+    def measure_floor(self, prompt: Sequence[int], cached_tokens: int, rounds: int) -> list[float]:
+        """Return, for each round, the seconds from a prompt to its first token when the KV of the first `cached_tokens`
+        already lies in memory: what no cache can beat. For an engine that is otherwise idle."""
+        ...
+
+    def next_logits(self, tokens: Sequence[int]) -> Any:
+        """Return float32 logits [vocabulary] for the token after `tokens`, computed without the cache: the reference."""
         ...

@@ -29,6 +29,7 @@ HASH_THREADS = 4
 SETTLED_NS = 2_000_000_000
 SAMPLES = 64
 SAMPLE_BYTES = 4096
+_GGUF_SAMPLE_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the bound that the safetensors format itself sets
 
 
@@ -205,7 +206,8 @@ def _sample(stream: BinaryIO, size: int) -> bytes:
     sha256 = hashlib.sha256()
     stream.seek(0)
     prefix = stream.read(8)
-    header_bytes = int.from_bytes(prefix, "little")
+    # A GGUF says nowhere how long its header is; its tokenizer alone is some megabytes.
+    header_bytes = _GGUF_SAMPLE_BYTES if prefix.startswith(b"GGUF") else int.from_bytes(prefix, "little")
     sha256.update(prefix + stream.read(min(header_bytes, _MAX_HEADER_BYTES)))
     for i in range(SAMPLES):
         stream.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))  # the first block and the last are among them

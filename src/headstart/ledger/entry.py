@@ -26,7 +26,8 @@ class EngineCounts(msgspec.Struct, frozen=True):
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """`id`: unique. `time`: when it ended, seconds since 1970. `key`: the id of the API key, never the key. `retention`: the
-    class. `status`: the HTTP status, of streams that fail midway the one that stands for the failure."""
+    class. `status`: the HTTP status, of streams that fail midway the one that stands for the failure. `requests`: more than one
+    where a key was refused so often that a line stands for several."""
 
     id: str
     time: float
@@ -38,6 +39,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     retention: str = "default"
     finish: Finish = "stop"
     status: int = 200
+    requests: int = 1
     answers: int = 1
     prompt: int = 0
     cached_memory: int = 0

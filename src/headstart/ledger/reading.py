@@ -48,8 +48,7 @@ class Sums:
 
     def add(self, entry: Entry) -> None:
         counts = self.counts
-        counts["requests"] += 1
-        for name in SUMS[1:]:
+        for name in SUMS:
             counts[name] += getattr(entry, name)
         for name in ENGINE_SUMS:
             counts[name] += getattr(entry.engine, name.removeprefix("engine_"))

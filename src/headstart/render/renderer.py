@@ -158,7 +158,7 @@ class Renderer:
 
     def tokenise(self, text: str, *, special_tokens: bool) -> Tokens:
         """Return the ids of `text` and where each begins in it. Raises RequestError for what is no text."""
-        _text_bytes(text, param="prompt")
+        text_bytes(text, param="prompt")
         ids: list[int] = []
         begins: list[int] = []
         before = 0
@@ -189,7 +189,7 @@ class Renderer:
         if isinstance(prompt, str):
             ids = self._encode(prompt, special_tokens=True, param="prompt", context_tokens=context_tokens)
         else:
-            _refuse_too_long(len(prompt), context_tokens, param="prompt", exact=True)
+            refuse_too_long(len(prompt), context_tokens, param="prompt", exact=True)
             ids = self._checked(prompt)
         if not ids:
             raise RequestError("prompt is empty; send at least one token", param="prompt")
@@ -220,9 +220,9 @@ class Renderer:
         return self._token_bytes[token]
 
     def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None, owner: str = "") -> list[int]:
-        text_bytes = _text_bytes(text, param=param)
+        nbytes = text_bytes(text, param=param)
         if self._longest_token_bytes is not None:
-            _refuse_too_long(text_bytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
+            refuse_too_long(nbytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
         return self._tokeniser.ids(text, special_tokens=special_tokens, owner=owner)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
@@ -233,14 +233,16 @@ class Renderer:
         return ids
 
 
-def _text_bytes(text: str, *, param: str) -> int:
+def text_bytes(text: str, *, param: str) -> int:
+    """Return how long a text is in UTF-8. Raises RequestError for what is no text."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:  # a lone surrogate: "\ud800" is valid JSON and no text
         raise RequestError(f"{param} holds {text[error.start]!a}, which is no character", param=param) from error
 
 
-def _refuse_too_long(tokens: int, context_tokens: int | None, *, param: str, exact: bool) -> None:
+def refuse_too_long(tokens: int, context_tokens: int | None, *, param: str, exact: bool) -> None:
+    """Raise ContextLengthExceeded for a prompt of more tokens than the context has; `exact`: of at least so many."""
     if context_tokens is not None and tokens > context_tokens:
         raise ContextLengthExceeded(
             f"the prompt has {'' if exact else 'at least '}{tokens} tokens, but the context is {context_tokens} tokens; "

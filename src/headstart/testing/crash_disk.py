@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from threading import RLock
 
 from headstart.errors import StoreError
-from headstart.tier.disk.door import SOMEBODY, Entry, FileFacts, Handle, OpenMode, Space
+from headstart.tier.disk.door import Entry, FileFacts, Handle, LockHolder, OpenMode, Space
 
 _PAGE = 4096
 
@@ -243,8 +243,8 @@ class CrashDisk:
             file.whole_lock = handle
             return True
 
-    def lock_holder(self, handle: Handle) -> str:
-        return SOMEBODY
+    def lock_holder(self, handle: Handle) -> LockHolder:
+        return LockHolder()
 
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
         with self._lock:

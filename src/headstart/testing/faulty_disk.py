@@ -16,7 +16,7 @@ from threading import Event, Lock
 from typing import Literal, TypeVar
 
 from headstart.errors import StoreError
-from headstart.tier.disk.door import Disk, Entry, FileFacts, Handle, OpenMode, Space
+from headstart.tier.disk.door import Disk, Entry, FileFacts, Handle, LockHolder, OpenMode, Space
 
 DiskFaultKind = Literal[
     "eio", "enospc", "edquot", "emfile", "enfile", "erofs", "enodev", "vanished", "late", "short", "flip", "stall"
@@ -154,7 +154,7 @@ class FaultyDisk:
     def lock_file(self, handle: Handle) -> bool:
         return self._call("lock_file", lambda: self.inner.lock_file(handle))
 
-    def lock_holder(self, handle: Handle) -> str:
+    def lock_holder(self, handle: Handle) -> LockHolder:
         return self.inner.lock_holder(handle)
 
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:

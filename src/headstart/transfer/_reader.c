@@ -258,7 +258,12 @@ static int settle(Batch *b, const Request *request, void *state, uint8_t *stagin
     return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
 }
 
-/* Wait until a request may be read, but not for long, and return what is known of the header of its extent. Its head was taken
+static int is_over(const Batch *b)
+{
+    return __atomic_load_n(b->cancelled, __ATOMIC_ACQUIRE) || __atomic_load_n(b->closing, __ATOMIC_ACQUIRE);
+}
+
+/* Wait until a request may be read, but not for long, nor once nothing is to be read any more, and return what is known of the header of its extent. Its head was taken
    before, by a thread that most often is just reading it: then it is known before a turn through Python would be over. And layer
    0 is alone on the device until it has ended: whoever waits for it waits for nothing else. */
 static int await_turn(const Batch *b, const Request *request)
@@ -267,7 +272,7 @@ static int await_turn(const Batch *b, const Request *request)
     for (int i = 0;; i++) {
         int header = __atomic_load_n(&b->states[request->extent], __ATOMIC_ACQUIRE);
         int early = b->parts[request->first_part].layer && __atomic_load_n(&b->left[0], __ATOMIC_ACQUIRE);
-        if ((header != UNKNOWN && !early) || i == WAITS)
+        if ((header != UNKNOWN && !early) || i == WAITS || is_over(b))
             return header;
         nanosleep(&pause, 0);
     }
@@ -331,7 +336,7 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
                 __atomic_store_n(&b->states[request->extent], KNOWN, __ATOMIC_RELEASE);
             if (count_down(b, request, header != PORTABLE, 0))
                 outcome = LAYER_ENDED;
-        } else if (__atomic_load_n(b->cancelled, __ATOMIC_ACQUIRE) || __atomic_load_n(b->closing, __ATOMIC_ACQUIRE)) {
+        } else if (is_over(b)) {
             outcome = HANDED_BACK;
         } else if (request->start + request->pieces > limit || !fetch(b, request, staging, staging_bytes)) {
             outcome = HANDED_BACK;

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import Condition
 from typing import Any
 
+from asking import eventually
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.cache.lease import Stretch
 from headstart.errors import LoadFailed
 from headstart.transfer.buffers import scatter
+
+__all__ = ["eventually"]
 
 
 class HeldLoad:
@@ -227,11 +229,3 @@ class HeldCache:
 
     def close(self) -> None:
         self.closed += 1
-
-
-def eventually(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Return once `what()` is true: for what another thread does at its own pace."""
-    until = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.001)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from asking import Answer, ask, some_tokens
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.engine.base import EngineInfo, GenerationRequest, Progress, TokenEvent
+from headstart.engine.base import EngineInfo
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
 from model_fixtures import LATENT_KINDS
 
-_numbers = itertools.count()
+__all__ = ["Answer", "ask", "some_tokens"]
 
 _IN_TURN = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {
@@ -131,44 +129,6 @@ def engine_of(
     )
     memory = memory or KVMemory(model.shape, int(full_contexts * model.shape.region_bytes(context)), context_tokens=context)
     return TorchEngine(model, memory, info=info, cache=cache, hedge_after_s=hedge_after_s, **settings)
-
-
-class Answer:
-    """Collects one request's events; `result()` waits for the last."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.steps: list[Progress] = []  # of the prompt
-        self.last: TokenEvent | None = None
-        self.first_token = Event()
-        self._ended = Event()
-
-    def __call__(self, event: TokenEvent) -> None:
-        assert self.last is None, "an event after the last"
-        if event.progress is not None:
-            self.steps.append(event.progress)
-        if event.token is not None:
-            self.tokens.append(event.token)
-            self.first_token.set()
-        if event.finish is not None:
-            self.last = event
-            self._ended.set()
-
-    def result(self) -> TokenEvent:
-        assert self._ended.wait(60), "the request did not end"
-        assert self.last is not None
-        return self.last
-
-
-def ask(engine: TorchEngine, prompt: Sequence[int], max_tokens: int = 8, *, id: str = "", **more: Any) -> Answer:
-    answer = Answer()
-    engine.submit(GenerationRequest(id or f"request-{next(_numbers)}", tuple(prompt), max_tokens, **more), answer)
-    return answer
-
-
-def some_tokens(count: int, seed: int = 1, vocabulary: int = 512) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(vocabulary) for _ in range(count)]
 
 
 class _NoThread:

@@ -11,8 +11,8 @@ from held_cache import HeldCache, eventually
 from reference import Answer, ask, engine_of, finish, loaded, some_tokens, stepped
 
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.engine.exactness import same_tokens
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel
 from headstart.testing.fake_kv import IDENTITY

@@ -13,9 +13,9 @@ from reference import ask, engine_of, loaded, some_tokens, stock, stock_greedy, 
 
 from headstart.block.identity import Identity
 from headstart.cache import PrefixCache
+from headstart.engine.exactness import same_tokens
 from headstart.engine.torch import mla
 from headstart.engine.torch.attention import Prefix, Segment, Step
-from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.packing import PackedLinear
 from headstart.errors import ModelError

@@ -15,6 +15,7 @@ from held_cache import eventually
 from reference import ask, some_tokens
 
 from headstart.config import CacheConfig, Config, EngineConfig
+from headstart.engine import caching
 from headstart.engine.torch import open_engine, opening
 from headstart.engine.torch.engine import TorchEngine
 from headstart.errors import ConfigError, HeadstartError, ModelError
@@ -98,7 +99,7 @@ def test_a_capacity_that_holds_hardly_anything_is_told(
     tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = _config(tmp_path)
-    monkeypatch.setattr(opening, "_LEAST_PIECES", 5000)
+    monkeypatch.setattr(caching, "_LEAST_PIECES", 5000)
     with _open(tiny_model_folder("llama"), config) as engine:
         said = engine.info.cache
     assert re.search(r"on disk; cache.capacity is 64 MiB and holds \d+ blocks of .* MiB: hardly any", said), said
@@ -109,7 +110,7 @@ def test_a_capacity_below_the_least_names_the_setting_and_how_it_came_about(
     tiny_model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(tmp_path)
-    monkeypatch.setattr(opening, "rooms_of", lambda directories: [Room(1, 8 << 20)])
+    monkeypatch.setattr(caching, "rooms_of", lambda directories: [Room(1, 8 << 20)])
     small = replace(config, cache=replace(config.cache, capacity="10%"))
     with _open(tiny_model_folder("llama"), small) as engine:
         assert engine.info.cache.startswith(

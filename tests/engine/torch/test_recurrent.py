@@ -10,9 +10,9 @@ import torch
 from held_cache import eventually
 from reference import ask, engine_of, loaded, some_tokens, stock, stock_generate, stock_logits
 
+from headstart.engine.exactness import same_tokens
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.model import TorchModel
 from headstart.engine.torch.recurrent import Way

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headstart.engine.base import EngineInfo, GenerationRequest, Sampling
+from headstart.engine.exactness import same_tokens
 from headstart.engine.serving.limits import refuse_impossible
-from headstart.engine.torch.exactness import same_tokens
 from headstart.engine.torch.sampler import Choice, Sampler, choose
 from headstart.errors import RequestError
 

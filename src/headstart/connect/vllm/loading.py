@@ -22,12 +22,15 @@ import numpy.typing as npt
 from headstart.cache.prefix_cache import Lease, Load, PrefixCache
 from headstart.connect.vllm.layout import Layout
 from headstart.connect.vllm.memory import Host, Memory, Move
-from headstart.connect.vllm.messages import LoadOrder
+from headstart.connect.vllm.messages import LoadOrder, Prompt
 from headstart.connect.vllm.statistics import Taking
 from headstart.errors import LoadFailed
 from headstart.tier.arena import ALIGNMENT
 
 RANGE_BYTES = 128 << 20  # read at once; two of them are under way
+_CATCH_UP_S = 0.5
+_LOOK_AGAIN_S = 0.02
+_TROUBLE_S = 60.0  # for so long what failed to load is not matched again, so that less is found here than elsewhere
 NULL_BLOCK = 0  # vLLM's placeholder for a page that nobody attends to, as before a sliding window
 _log = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class Loader:
         self._lock = Lock()
         self._under_way: dict[str, _Bringing] = {}
         self._ended: list[Ended] = []
+        self._troubled_until = 0.0
         self._queue: SimpleQueue[_Bringing | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="connector-load", daemon=True)
         self._thread.start()
@@ -158,13 +162,7 @@ class Loader:
         step = representation.piece_tokens
         piece_bytes = sum(nbytes or 0 for nbytes in representation.layer_bytes)
         at_once = max(1, RANGE_BYTES // piece_bytes)
-        with self._cache.match(
-            prompt.array,
-            salt=prompt.salt,
-            identity=prompt.identity(self._cache.identity),
-            leave=0,
-            contents=prompt.contents,
-        ) as lease:
+        with self._found(prompt) as lease:
             first, end = bringing.order.skip // step, lease.tokens // step
             bringing.tokens = first * step
             ahead: list[tuple[Load, Region, Host]] = []
@@ -180,6 +178,24 @@ class Loader:
                 for load, _, host in ahead:
                     load.cancel()
                     load.add_done_callback(lambda _, host=host: host.release())  # type: ignore[misc]
+
+    def _found(self, prompt: Prompt) -> Lease:
+        """Return a lease on what the scheduler has found and holds. Where less is found here, what other processes have moved
+        is not known here yet: that is waited for, unless the disk fails anyway."""
+        asked = len(prompt.tokens) // 4
+        until = time.monotonic() + (_CATCH_UP_S if time.monotonic() > self._troubled_until else 0.0)
+        while True:
+            lease = self._cache.match(
+                prompt.array,
+                salt=prompt.salt,
+                identity=prompt.identity(self._cache.identity),
+                leave=0,
+                contents=prompt.contents,
+            )
+            if lease.tokens >= asked or time.monotonic() >= until:
+                return lease
+            lease.release()
+            time.sleep(_LOOK_AGAIN_S)
 
     def _read(self, lease: Lease, *, first: int, pieces: int) -> tuple[Load, Region, Host]:
         region = Region(self._layout.representation.layer_bytes, first=first, pieces=pieces)
@@ -200,6 +216,7 @@ class Loader:
             return False
         if load.faults:
             bringing.trouble = load.faults[0].message
+            self._troubled_until = time.monotonic() + _TROUBLE_S
         try:
             good = Region(self._layout.representation.layer_bytes, first=region.first, pieces=usable)
             good.offsets = region.offsets

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from headstart.block.keys import Content
+from headstart.block.layout import encode_retention
 from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.messages import Prompt
 
-_MOST_NAME_BYTES = 64
-_MOST_TENANT_BYTES = 255
+_MOST_BYTES = 255
 
 
 def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt | None:
@@ -31,15 +31,18 @@ def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt 
     params = request.kv_transfer_params
     said = params.get("headstart") if isinstance(params, Mapping) else None
     said = said if isinstance(said, Mapping) else {}
-    retention = _text(said.get("retention"), _MOST_NAME_BYTES)
     return Prompt(
         tokens=np.array(request.all_token_ids[:tokens], dtype="<u4").tobytes(),
         salt=request.cache_salt or None,
         adapters=digests,
-        contents=tuple(_content(feature) for feature in request.mm_features if feature.mm_position.offset < tokens),
-        retention=retention if retention.isprintable() and retention else "default",
-        tenant=_text(said.get("tenant"), _MOST_TENANT_BYTES),
-        session=_text(said.get("session"), _MOST_TENANT_BYTES) or _text(request.session_id, _MOST_TENANT_BYTES),
+        contents=tuple(
+            _content(feature)
+            for feature in request.mm_features
+            if feature.mm_position.offset < tokens and feature.mm_position.length
+        ),
+        retention=_retention(said.get("retention")),
+        tenant=_text(said.get("tenant")),
+        session=_text(said.get("session")) or _text(request.session_id),
     )
 
 
@@ -51,5 +54,17 @@ def _content(feature: Any) -> Content:
     return Content(place.offset, place.length, sha256(b"headstart vllm content 1\0" + named).digest())
 
 
-def _text(value: object, most_bytes: int) -> str:
-    return value if isinstance(value, str) and len(value.encode(errors="replace")) <= most_bytes else ""
+def _retention(value: object) -> str:
+    try:
+        encode_retention(name := _text(value))
+    except ValueError:
+        return "default"
+    return name
+
+
+def _text(value: object) -> str:
+    """Return a text that can be written down, "" for anything else."""
+    try:
+        return value if isinstance(value, str) and len(value.encode()) <= _MOST_BYTES else ""
+    except UnicodeEncodeError:
+        return ""

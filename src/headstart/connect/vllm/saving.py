@@ -62,7 +62,13 @@ class Keeper:
                 self._counters.add("saves_dropped")
                 return
             self._held_bytes += region.nbytes
-        host = self._memory.host(region.nbytes)
+        try:
+            host = self._memory.host(region.nbytes)
+        except (MemoryError, OSError, RuntimeError):  # torch's own, where no memory can be pinned
+            self._counters.add("saves_dropped")
+            with self._lock:
+                self._held_bytes -= region.nbytes
+            return
         region.host = host.bytes
         there = self._memory.copy_out(moves_of(self._layout, region, order.tables, skip=0), host)
         self._queue.put(_Copied(order, region, host, there))

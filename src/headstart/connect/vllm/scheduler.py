@@ -179,7 +179,7 @@ class Scheduler:
             one = self._requests.get(name)
             if one is None:
                 continue
-            done = min(before[name] + count, one.request.num_tokens)
+            done = min(before.get(name, one.request.num_computed_tokens) + count, one.request.num_tokens)
             whole_prompt = done >= one.request.num_prompt_tokens and not one.prompt_kept
             if whole_prompt:
                 one.prompt_kept = True

@@ -49,7 +49,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         if key in _NOT_HERE:
             raise ConfigError(f"{key!r} {WHERE} is not for vLLM: {_NOT_HERE[key]}", key=key, where=WHERE)
         if key not in known:
-            close = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(f"cache.{key}", known, n=1, cutoff=0.5)
+            close = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(f"cache.{key}", known, n=1, cutoff=0.7)
             hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)
             raise ConfigError(f"unknown key {key!r} {WHERE}; {hint}", key=key, where=WHERE)
     config = load_config(overrides={**given, "cache.memory": "0"}, overrides_from=WHERE)

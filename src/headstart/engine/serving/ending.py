@@ -120,6 +120,7 @@ class Endings(Generic[S]):
             if finish in ("stop", "length"):
                 self._loads.went_on(sequence)
             self._rooms.give_back(sequence)
+            sequence.close()
         finally:
             self._roster.forget(sequence)
             self._counters.add(f"finished_{finish}")

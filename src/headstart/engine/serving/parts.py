@@ -113,6 +113,12 @@ class Bridge(Protocol):
         """Return how many of `tokens` a load would bring now."""
         ...
 
+    def promote(
+        self, tokens: Several[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None
+    ) -> bool:
+        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
+        ...
+
     def save(
         self,
         tokens: Several[int],

@@ -189,6 +189,9 @@ class Sequence:
             copy.release()
         self.boundaries = {}
 
+    def close(self) -> None:
+        """Free what it has beside KV: it has ended."""
+
     def progress(self, now: float) -> Progress:
         admitted = now if self.admitted_s is None else self.admitted_s
         processed = min(self.computed, self.prompt_tokens)

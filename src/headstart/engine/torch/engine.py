@@ -20,12 +20,12 @@ from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.base import EngineInfo, GenerationRequest, TokenEvent
 from headstart.engine.serving.admission import Admission
+from headstart.engine.serving.boundaries import Boundaries
 from headstart.engine.serving.door import ServingEngine
 from headstart.engine.serving.ending import Endings
 from headstart.engine.serving.preempting import Preemption
 from headstart.engine.serving.roster import Roster
 from headstart.engine.speeds import Speeds
-from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.branches import shareable_tokens
 from headstart.engine.torch.deterministic import CHUNK_TOKENS
 from headstart.engine.torch.floor import measure_floor, warm_up
@@ -35,7 +35,7 @@ from headstart.engine.torch.model import Model, TorchModel
 from headstart.engine.torch.prefix import PrefixBridge
 from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.sampler import Sampler
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.torch.sequence import HeldStates, Sequence
 from headstart.engine.torch.stepping import Stepper
 from headstart.metrics import Counters
 
@@ -99,7 +99,7 @@ class TorchEngine(ServingEngine[Sequence]):
             model,
             roster,
             self._loads,
-            Boundaries(memory, self._counters, every=save_every),
+            Boundaries(HeldStates(memory), self._counters, every=save_every),
             self._endings,
             self._counters,
             chunk_tokens=self._chunk_tokens,

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, Load
+from headstart.engine.serving.loading import MEMORY, Outcome
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
-from headstart.engine.torch.prefix_load import MEMORY, Outcome, PrefixLoad
+from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.policy.loading import Plan, Stretch, stride
 
 _LOOK_S = 0.02

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.open import capacities_of, open_cache
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import CacheConfig, Config, parse_adapters, parse_size
+from headstart.config import Config, parse_adapters, parse_size
 from headstart.engine.base import EngineInfo
+from headstart.engine.caching import open_told
 from headstart.engine.checkpoint import identity_of, weight_files
 from headstart.engine.torch.deterministic import make_deterministic
 from headstart.engine.torch.engine import TorchEngine
@@ -22,15 +22,11 @@ from headstart.engine.torch.lora import Adapter, Adapters, read_adapter
 from headstart.engine.torch.model import Model, TorchModel, load_model
 from headstart.engine.torch.stock import StockModel
 from headstart.errors import ConfigError, ModelError
-from headstart.tier.base import TierStatistics
-from headstart.tier.devices.rooms import rooms_of
-from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 
 _log = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 128  # tokens; below, nothing useful fits
 _STATE_COPIES = 4  # of a recurrent state, on their way into the cache beside the one request that always fits
-_LEAST_PIECES = 16  # on disk; below, hardly any prompt is kept
 
 
 def open_engine(folder: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> TorchEngine:
@@ -170,53 +166,7 @@ def _open_cache(identity: Identity | None, config: Config, model: Model) -> tupl
         return None, "off by configuration"
     if isinstance(model, StockModel):
         return None, f"off for this model, because {model.why.replace('; ', ', ')}"
-    wrong: list[str] = []
-    settings = config.cache
-    capacity, told = _disk_capacity(settings)
-    if 0 < capacity < MIN_CAPACITY_BYTES:
-        wrong.append(
-            f"cache.capacity {told}; at least {_mib(MIN_CAPACITY_BYTES)} is needed (--cache-capacity), "
-            "so there is no disk tier and prompts are forgotten with the process"
-        )
-        settings = replace(settings, capacity="0")
-    representation = model.shape.representation(query_heads=model.heads)
-    cache = open_cache(settings, identity=identity, representation=representation)
-    tiers = {tier.name: tier for tier in cache.statistics().tiers}
-    piece = sum(nbytes or 0 for nbytes in representation.layer_bytes)
-    if "disk" in tiers and capacity and (held := capacity // piece) < _LEAST_PIECES:
-        wrong.append(
-            f"cache.capacity {told} and holds {held} block{'' if held == 1 else 's'} of {_mib(piece)}: "
-            "hardly any prompt will be kept"
-        )
-    for sentence in wrong:  # the cache has logged its own
-        _log.warning("%s", sentence)
-    wrong += cache.warnings
-    if not tiers:
-        cache.close()
-        return None, "; ".join(("off", *wrong))
-    places = " and ".join(map(_place, tiers.values()))
-    return cache, "; ".join((f"prefixes are kept {places}", *wrong))
-
-
-def _place(tier: TierStatistics) -> str:
-    if tier.name != "disk":
-        return f"in {tier.name}"
-    return "on disk" if tier.capacity_bytes else "on disk once it can be opened"
-
-
-def _disk_capacity(config: CacheConfig) -> tuple[int, str]:
-    """Return the disk tier's capacity in bytes, all directories together, and in words how the setting comes to it; 0 where
-    that cannot be known."""
-    rooms = [room for room in rooms_of(config.directories) if room is not None]
-    if not rooms:
-        return 0, ""  # the cache will say what is wrong with the directories
-    capacity = sum(capacities_of(config, rooms))
-    sizes = {room.device: room.total_bytes for room in rooms}
-    share = ""
-    if config.capacity.strip().endswith("%"):
-        which = "a file system" if len(sizes) == 1 else f"{len(sizes)} file systems"
-        share = f"{config.capacity} of {which} of {_mib(sum(sizes.values()))} = "
-    return capacity, f"is {share}{_mib(capacity)}"
+    return open_told(config.cache, identity=identity, representation=model.shape.representation(query_heads=model.heads))
 
 
 def _mib(nbytes: int) -> str:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, PrefixCache, Ticket
+from headstart.engine.serving.loading import stretches_of
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.engine.torch.branches import BranchKV
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
-from headstart.engine.torch.prefix_load import MEMORY, PrefixLoad
-from headstart.policy.loading import Plan, Stretch, lead_tokens, plan_load, range_tokens
+from headstart.engine.torch.prefix_load import PrefixLoad
+from headstart.policy.loading import Plan, lead_tokens, plan_load, range_tokens
 
 _PROMOTED_BYTES = 1 << 30  # at once, at most
 
@@ -173,7 +174,7 @@ class PrefixBridge:
         return kv
 
     def _plan(self, lease: Lease, *, suffix_tokens: int, ahead_s: float, mix: bool) -> Plan:
-        stretches = _stretches(lease)
+        stretches = stretches_of(lease)
         plan = plan_load(
             stretches,
             suffix_tokens=suffix_tokens,
@@ -195,7 +196,7 @@ class PrefixBridge:
             return lead
         if plan.at_once_tokens and lead is None:
             return None
-        stretches = _stretches(lease)
+        stretches = stretches_of(lease)
         nbytes = sum(stretch.nbytes for stretch in stretches)
         slowest = max((one for one in stretches if not one.always), key=lambda one: one.nbytes, default=stretches[0])
         return Meeting(
@@ -219,7 +220,7 @@ class PrefixBridge:
         host = self._passage(kv, plan.at_once_tokens)
         if host is None:
             return None
-        account = ReadAccount(self._speeds, _stretches(lease), 0, plan.at_once_tokens)
+        account = ReadAccount(self._speeds, stretches_of(lease), 0, plan.at_once_tokens)
         try:
             under_way = PrefixLoad(
                 lease,
@@ -237,7 +238,3 @@ class PrefixBridge:
             raise
         under_way.add_done_callback(self._wake)
         return under_way
-
-
-def _stretches(lease: Lease) -> list[Stretch]:
-    return [Stretch(one.tier, one.tokens, one.nbytes, always=one.tier == MEMORY) for one in lease.stretches]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headstart.cache.prefix_cache import Lease, Load
+from headstart.engine.serving.loading import MEMORY, Outcome
 from headstart.engine.speeds import ReadAccount
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVShape
 from headstart.errors import LoadFailed
 from headstart.policy import loading
 from headstart.policy.loading import Plan
-
-MEMORY = "memory"  # the tier whose tokens are told apart from those of all others
 
 
 class PrefixLoad:
@@ -149,22 +147,3 @@ class PrefixLoad:
             for layer in range(self._copied, layers):
                 self._device_kv.copy_layer(layer, of=self._host, tokens=tokens)
             self._copied = max(self._copied, layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Tokens that are good in all layers, by tier; all bytes read for them; seconds from start to the last byte."""
-
-    memory_tokens: int
-    disk_tokens: int
-    bytes_read: int
-    seconds: float
-
-    @classmethod
-    def of(cls, tokens: int, memory_tokens: int, *, bytes_read: int, seconds: float) -> Outcome:
-        memory = min(tokens, memory_tokens)
-        return cls(memory, tokens - memory, bytes_read, seconds)
-
-    @property
-    def tokens(self) -> int:
-        return self.memory_tokens + self.disk_tokens

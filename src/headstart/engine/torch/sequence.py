@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
-from headstart.engine.serving import sequence
+from headstart.engine.serving import sequence as serving
 from headstart.engine.torch.attention import Prefix, Segment
 from headstart.engine.torch.branches import Beyond, BranchKV
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory, StateCopy
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.prefix_load import PrefixLoad
+from headstart.engine.torch.recurrent import RecurrentState
 from headstart.engine.torch.sampler import Sampler
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence(sequence.Sequence):
+class Sequence(serving.Sequence):
     sampler: Sampler
     kv: HostKV | DeviceKV | BranchKV | None = None
     load: PrefixLoad | Meeting | None = None  # a PrefixLoad's tokens count as computed unless it fails
@@ -55,4 +56,28 @@ class Sequence(sequence.Sequence):
 
     def release_kv(self) -> None:
         self._shared = None
-        sequence.Sequence.release_kv(self)
+        serving.Sequence.release_kv(self)
+
+
+class HeldStates:
+    """The states of recurrent layers that requests hold in `memory`; see `serving.boundaries.States`."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    @property
+    def kept(self) -> bool:
+        return self._memory.shape.state is not None
+
+    def stands(self, sequence: serving.Sequence) -> bool:
+        state = _state_of(sequence)
+        return state is not None and state.tokens == sequence.computed
+
+    def copy(self, sequence: serving.Sequence) -> StateCopy | None:
+        state = _state_of(sequence)
+        return None if state is None else self._memory.copy_state(state)
+
+
+def _state_of(sequence: serving.Sequence) -> RecurrentState | None:
+    kv = sequence.kv
+    return kv.state if isinstance(kv, HostKV | DeviceKV) else None

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from functools import partial
 
+from headstart.engine.serving.boundaries import Boundaries
 from headstart.engine.serving.ending import Endings
 from headstart.engine.serving.roster import Roster
 from headstart.engine.serving.scheduler import Work, note_turns, plan_step
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
-from headstart.engine.torch.boundaries import Boundaries
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import Model
@@ -43,7 +43,7 @@ class Stepper:
         model: Model,
         roster: Roster[Sequence],
         loads: Loads,
-        boundaries: Boundaries,
+        boundaries: Boundaries[Sequence],
         endings: Endings[Sequence],
         counters: Counters,
         *,

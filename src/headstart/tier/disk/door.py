@@ -69,6 +69,17 @@ class Space:
     available_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """`name`: for people. `stopped`: by a signal, so that it will not go on by itself."""
+
+    name: str = "another process"
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, which is stopped," if self.stopped else self.name
+
+
 class Disk(Protocol):
     def probe(self, directory: Path) -> bool:
         """Write, read back and remove one block in `directory`. True when bulk files bypass the page cache there."""
@@ -114,8 +125,8 @@ class Disk(Protocol):
         """Take the whole file exclusively, without waiting; held until the handle is closed. False: somebody has it."""
         ...
 
-    def lock_holder(self, handle: Handle) -> str:
-        """Return who has the whole file's lock, for people, as far as that can be told."""
+    def lock_holder(self, handle: Handle) -> LockHolder:
+        """Return who has the whole file's lock, as far as that can be told."""
         ...
 
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
@@ -281,7 +292,7 @@ class RealDisk:
         self._locked[handle] = os.getpid()
         return True
 
-    def lock_holder(self, handle: Handle) -> str:
+    def lock_holder(self, handle: Handle) -> LockHolder:
         found = os.fstat(handle)
         where = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
         with suppress(OSError, ValueError, IndexError):  # there is no such file, or it has another form
@@ -289,7 +300,7 @@ class RealDisk:
                 words = line.split()
                 if words[1] == "FLOCK" and words[5] == where and int(words[4]) > 0:
                     return _process(int(words[4]))
-        return SOMEBODY
+        return LockHolder()
 
     def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
         return _range_lock(handle, fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, offset, nbytes)
@@ -328,7 +339,6 @@ class RealDisk:
         os.unlink(path)
 
 
-SOMEBODY = "another process"
 _IOV_MAX = 1024
 _PROBES = 8
 _BOUNCE_BYTES = 1 << 20
@@ -406,13 +416,12 @@ def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-def _process(pid: int) -> str:
-    """Return a process for people: its number, its name, and whether it is stopped."""
+def _process(pid: int) -> LockHolder:
     with suppress(OSError, ValueError):
         said = Path(f"/proc/{pid}/stat").read_text()
         name, state = said[said.index("(") + 1 : said.rindex(")")], said[said.rindex(")") + 2]
-        return f"process {pid} ({name}{', which is stopped' if state in 'Tt' else ''})"
-    return f"process {pid}"
+        return LockHolder(f"process {pid} ({name})", stopped=state in "Tt")
+    return LockHolder(f"process {pid}")
 
 
 def _range_lock(descriptor: int, kind: int, offset: int, nbytes: int) -> bool:

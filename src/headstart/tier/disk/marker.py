@@ -16,7 +16,7 @@ from headstart.tier.disk.directory import MARKER, Directory
 from headstart.tier.disk.door import Disk, Handle
 
 ALONE_S, ALONE_PAUSE_S = 10.0, 0.002  # how long another process may charge the directory, and how often that is asked
-AGAIN_S = 0.5  # and how long who has waited in vain waits the next times, until it once had the lock
+AGAIN_S = 0.5  # and how long who has waited in vain, while opening or for one that is stopped, waits the next times
 _AT_REST, _AT_WORK = b"\n", b" "
 
 
@@ -33,6 +33,11 @@ class Marker:
         self._handle: Handle | None = None
         self._mark_at: int | None = None
         self._waits_s = ALONE_S
+        self._opening = True
+
+    def opened(self) -> None:
+        """The opening, which may come to wait several times, is over."""
+        self._opening, self._waits_s = False, ALONE_S
 
     @property
     def held(self) -> bool:
@@ -52,8 +57,9 @@ class Marker:
             waits_s = min(wait_s, self._waits_s)
             if not self._wait(handle, waits_s):
                 if wait_s:
-                    self.busy = f"{self._disk.lock_holder(handle)} has been writing for over {ALONE_S:.0f} s"
-                    self._waits_s = AGAIN_S
+                    holder = self._disk.lock_holder(handle)
+                    self.busy = f"{holder} has been writing for too long"
+                    self._waits_s = AGAIN_S if self._opening or holder.stopped else ALONE_S
                 yield False
                 return
             self.busy, self._waits_s = "", ALONE_S

@@ -253,6 +253,7 @@ class Store:
             self.counters.add("make_room_failed")
         finally:
             self.opening = False
+            self.marker.opened()
 
     def renew(self) -> bool:
         """Begin the journal anew, with all that it vouches for. False where that failed."""

@@ -10,49 +10,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from dataclasses import replace
+from typing import Generic, Protocol
 
 from headstart.block.keys import BLOCK_TOKENS
+from headstart.engine.serving.parts import StateCopy
 from headstart.engine.serving.scheduler import Work
-from headstart.engine.torch.kv_memory import KVMemory
-from headstart.engine.torch.sequence import Sequence
+from headstart.engine.serving.sequence import S, Sequence
 from headstart.metrics import Counters
 from headstart.policy.boundaries import next_boundary
 
 _MOST = 8  # copies of a request that wait for being saved; of more, the oldest goes
 
 
-class Boundaries:
+class States(Protocol):
+    """Recurrent states as an engine has them."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether this model has any."""
+        ...
+
+    def stands(self, sequence: Sequence) -> bool:
+        """Return whether a request's state stands behind just what is computed."""
+        ...
+
+    def copy(self, sequence: Sequence) -> StateCopy | None:
+        """Return a copy of that state; None where there is no memory for one."""
+        ...
+
+
+class Boundaries(Generic[S]):
     """For the engine's thread. `every`: tokens of a long prompt between two copies."""
 
-    def __init__(self, memory: KVMemory, counters: Counters, *, every: int) -> None:
-        self._memory = memory
+    def __init__(self, states: States, counters: Counters, *, every: int) -> None:
+        self._states = states
         self._counters = counters
         self._every = every
 
-    def cut(self, work: Several[Work[Sequence]]) -> list[Work[Sequence]]:
+    def cut(self, work: Several[Work[S]]) -> list[Work[S]]:
         """Return `work` so that each request's part of it ends at its next boundary at the latest."""
-        if self._memory.shape.state is None:
+        if not self._states.kept:
             return list(work)
         return [item if (end := self._next(item.sequence)) is None else _until(item, end) for item in work]
 
-    def entered(self, sequence: Sequence) -> None:
+    def entered(self, sequence: S) -> None:
         """Copy the state that a load has brought, before a pass goes on from it: what was read from a slow tier is saved to the
         faster ones as well."""
         loaded = sequence.cached_tokens if sequence.load is None else sequence.computed
         if loaded and loaded == sequence.computed > sequence.saved and loaded not in sequence.boundaries:
             self._keep(sequence)
 
-    def passed(self, sequence: Sequence) -> None:
+    def passed(self, sequence: S) -> None:
         """Copy the state behind a pass that ended at a boundary, or behind whole blocks of an answer."""
         at = sequence.computed
         if at == sequence.boundary or (at >= sequence.prompt_tokens and at % BLOCK_TOKENS == 0):
             self._keep(sequence)
 
-    def _keep(self, sequence: Sequence) -> None:
-        state, at = None if sequence.kv is None else sequence.kv.state, sequence.computed
-        if state is None or state.tokens != at or not sequence.use_cache:
+    def _keep(self, sequence: S) -> None:
+        at = sequence.computed
+        if not self._states.kept or not sequence.use_cache or not self._states.stands(sequence):
             return
-        copy = self._memory.copy_state(state)
+        copy = self._states.copy(sequence)
         if copy is None:
             self._counters.add("states_not_kept")
             return
@@ -65,7 +83,7 @@ class Boundaries:
         held[at] = copy
         self._counters.add("states_kept")
 
-    def _next(self, sequence: Sequence) -> int | None:
+    def _next(self, sequence: S) -> int | None:
         """Return where the request's next pass must end, and remember it."""
         sequence.boundary = None
         if sequence.use_cache and not sequence.decoding:
@@ -79,5 +97,5 @@ class Boundaries:
         return sequence.boundary
 
 
-def _until(item: Work[Sequence], end: int) -> Work[Sequence]:
+def _until(item: Work[S], end: int) -> Work[S]:
     return replace(item, count=min(item.count, end - item.sequence.computed))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor
+import numpy as np
 
-NextLogits = Callable[[Sequence[int]], Tensor]  # of the reference: tokens → logits [vocabulary] of the next
+NextLogits = Callable[[Sequence[int]], Any]  # of the reference: tokens → logits [vocabulary] of the next, an array or tensor
 
 
 def same_tokens(
@@ -19,8 +20,8 @@ def same_tokens(
     at = next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if at == len(a) == len(b):
         return True
-    logits = next_logits([*prompt, *a[:at]])
-    best = logits.topk(2).values
+    logits = np.asarray(next_logits([*prompt, *a[:at]]), np.float64)
+    best = np.sort(logits)[-2:][::-1]
     if at == min(len(a), len(b)):
         return float(best[0] - best[1]) <= 2 * tolerance
     return all(float(best[0] - logits[token]) <= 2 * tolerance for token in (a[at], b[at]))

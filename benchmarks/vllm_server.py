@@ -1,4 +1,4 @@
-"""The real vLLM as a process group of its own, asked over HTTP."""
+"""The real vLLM as a process group of its own, asked over HTTP. For benchmarks and for tests/vllm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 READY_S = 400.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "2",
-    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "vllm")]),
 }
 
 
@@ -118,12 +118,13 @@ def serving(
     transfer: Mapping[str, Any] | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[Server]:
-    """Start vLLM on a free port and wait until it answers; kill it at the end."""
+    """Start vLLM on a free port and wait until it answers; kill it at the end. `python`: of the environment that it is in."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "it"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "it"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     command += ["--max-model-len", "2048", "--max-num-batched-tokens", "512", *arguments]
     if transfer is not None:

@@ -1,0 +1,242 @@
+"""From a GGUF and a configuration to a running engine: library, weights, a memory plan, cache, warm-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from headstart.block.identity import Identity
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.block.representation import Representation
+from headstart.config import Config, parse_size
+from headstart.engine.base import EngineInfo
+from headstart.engine.caching import open_told
+from headstart.engine.checkpoint import file_digests
+from headstart.engine.host import free_bytes, physical_cores
+from headstart.engine.llama.binding import Library
+from headstart.engine.llama.context import MOST_SEQUENCES, Context, Row
+from headstart.engine.llama.engine import LlamaEngine
+from headstart.engine.llama.weights import Weights
+from headstart.engine.local_models import parts_of
+from headstart.errors import ModelError
+from headstart.tier.arena import Arena
+
+_log = logging.getLogger(__name__)
+
+_UBATCH = 512  # tokens that libllama computes at once; more win nothing on CPUs
+_LEAST_CONTEXT = 128
+_FUSED: bool | None = None  # attention: where it can be
+_COMPUTE_BYTES = 512 << 20  # that libllama and this process take beside weights and KV
+_PASSAGE_BYTES = 256 << 20  # that reads pass through
+_PASSAGE_PIECES = 16  # that must fit there at least
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes that a token's KV takes in a state and in memory, that a piece has beside, and of a recurrent state."""
+
+    token_bytes: int
+    piece_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`cells`: tokens that all requests hold together; `sequences`: of libllama's; `memory_tier_bytes`: before the disk."""
+
+    context_tokens: int
+    cells: int
+    sequences: int
+    max_running: int
+    memory_tier_bytes: int
+    passage_bytes: int
+
+
+def open_engine(file: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> LlamaEngine:
+    """See `headstart.engine.llama.open_engine`."""
+    library = Library(Path(config.engine.libllama).expanduser() if config.engine.libllama else None)
+    digest = None
+    if config.cache.enabled:
+        on_progress("reading the weights' identity", None)
+        digest = _digest(parts_of(file), config.models_directory.expanduser() / "digests.json")
+    gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
+    free = free_bytes()
+    _require_room(file, free, gpu=gpu)
+    on_progress("loading the weights", 0.0)
+    weights = Weights(
+        library,
+        file,
+        gpu_layers=None if gpu else 0,
+        on_progress=lambda fraction: on_progress("loading the weights", fraction),
+    )
+    try:
+        return _open_over(weights, digest, config, free=free - (0 if gpu else weights.nbytes), gpu=gpu, on_progress=on_progress)
+    except BaseException:
+        weights.close()
+        raise
+
+
+def _open_over(
+    weights: Weights,
+    digest: bytes | None,
+    config: Config,
+    *,
+    free: int,
+    gpu: bool,
+    on_progress: Callable[[str, float | None], None],
+) -> LlamaEngine:
+    on_progress("preparing memory", None)
+    threads = physical_cores()
+    kv_type, flash, sizes = measure(weights, kv_type=config.engine.kv_type, threads=threads)
+    plan = plan_memory(weights, sizes, config, free=free)
+    batch = max(1, min(config.engine.prefill_chunk, plan.context_tokens))
+    context = Context(
+        weights,
+        cells=plan.cells,
+        sequences=plan.sequences + 1,
+        kv_type=kv_type,
+        batch=batch + plan.max_running,  # answers beside a whole chunk
+        ubatch=_UBATCH,
+        threads=threads,
+        flash=flash,
+    )
+    device = "gpu" if gpu else "cpu"
+    cache, said = None, "off by configuration"
+    passage = None
+    if digest is not None:
+        representation = Representation(
+            kind="opaque",
+            layout=_layout(weights, flash=flash, gpu=gpu),
+            dtype=kv_type,
+            layer_bytes=(sizes.piece_bytes,),
+            piece_tokens=BLOCK_TOKENS,
+            state="required" if weights.recurrent else "none",
+        )
+        # The file is the whole of it: weights, RoPE settings, everything that changes the numbers.
+        identity = Identity(weights=digest, architecture=b"gguf")
+        settings = replace(config.cache, memory=str(plan.memory_tier_bytes))
+        cache, said = open_told(settings, identity=identity, representation=representation)
+        if cache is not None:
+            passage = Arena(plan.passage_bytes, name="passage")
+            cache.warm()
+    name = weights.metadata("general.name") or weights.file.stem
+    _log.info("%s", _told(name, weights, plan, sizes, kv_type=kv_type, threads=threads))
+    engine = LlamaEngine(
+        weights,
+        context,
+        info=EngineInfo(
+            model=name,
+            context_tokens=plan.context_tokens,
+            vocabulary=weights.vocabulary.size,
+            device=device,
+            dtype=f"{weights.description}, {kv_type} KV",
+            layers=weights.layers,
+            kv_bytes_per_token=sizes.token_bytes,
+            cache=said,
+        ),
+        cells=plan.cells,
+        sequences=plan.sequences,
+        piece_bytes=sizes.piece_bytes,
+        cache=cache,
+        passage=passage,
+        max_running=plan.max_running,
+        chunk_tokens=batch,
+        load_timeout_s=config.cache.load_timeout_s,
+        save_every=config.cache.save_every,
+    )
+    on_progress("warming up", None)
+    engine.warm_up()
+    on_progress("ready", 1.0)
+    return engine
+
+
+def measure(weights: Weights, *, kv_type: str, threads: int) -> tuple[str, bool, StateSizes]:
+    """Return the KV type, whether attention is fused, and how large states are: found by computing two tokens, because
+    architectures differ and libllama does not say. "auto" is f16."""
+    kv_type = "f16" if kv_type == "auto" else kv_type
+    context = Context(weights, cells=256, sequences=2, kv_type=kv_type, batch=2, ubatch=2, threads=threads, flash=_FUSED)
+    try:
+        context.compute([Row(1, [0, 0], 0, wanted=True)])
+        one, two = len(context.copy_out(1, 0, 1)), len(context.copy_out(1, 0, 2))
+        state = len(context.state_out(1)) if weights.recurrent else 0
+        return kv_type, context.flash_attention, StateSizes(two - one, one + (BLOCK_TOKENS - 1) * (two - one), state)
+    finally:
+        context.close()
+
+
+def plan_memory(weights: Weights, sizes: StateSizes, config: Config, *, free: int) -> MemoryPlan:
+    """Return what is to be held where, of `free` bytes beside the weights. One full context always fits: it is cut to what
+    there is. Raises ModelError."""
+    wanted = min(weights.context_tokens or 1 << 31, config.engine.context or 1 << 31)
+    if not weights.context_tokens and config.engine.context is None:
+        wanted = 8192  # a recurrent model that names none
+    free -= _COMPUTE_BYTES
+    memory_tier = min(parse_size(config.cache.memory), max(0, free // 4)) if config.cache.enabled else 0
+    passage = max(_PASSAGE_PIECES * sizes.piece_bytes, min(_PASSAGE_BYTES, max(0, free // 16)))
+    max_running = min(config.engine.max_running, MOST_SEQUENCES // 2 - 2)
+    # Who has ended is held until it is saved; a recurrent model has a state for each.
+    sequences = max_running + (4 if weights.recurrent else max_running)
+    states = (sequences + 1) * sizes.state_bytes
+    each = max(1, sizes.token_bytes)
+    if config.engine.kv_memory == "auto":
+        budget = max(0, free - memory_tier - passage - states) // 2
+    else:
+        budget = parse_size(config.engine.kv_memory)
+    context = min(wanted, budget // each // BLOCK_TOKENS * BLOCK_TOKENS)
+    if context < min(_LEAST_CONTEXT, wanted):
+        raise ModelError(
+            f"{max(0, budget) / _MIB:,.4g} MiB of KV memory are too little for {weights.file.name}, of which a token takes "
+            f"{each:,} bytes; set engine.kv_memory higher, or take a smaller model or engine.kv_type",
+            path=weights.file,
+        )
+    if context < wanted:
+        _log.warning(
+            "KV memory of %d bytes holds %d tokens of %s: the context is cut from %d to that",
+            budget,
+            context,
+            weights.file.name,
+            wanted,
+        )
+    cells = min(max_running * context, max(context, budget // each))
+    cells = max(256, -(-cells // 256) * 256)  # libllama's own grain
+    return MemoryPlan(context, cells, sequences, max_running, memory_tier, passage)
+
+
+def _digest(parts: Sequence[Path], digests: Path) -> bytes:
+    """Return the SHA-256 of a file, or one of those of the files that a model lies in."""
+    found = file_digests(parts, digests=digests)
+    return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
+
+
+def _require_room(file: Path, free: int, *, gpu: bool) -> None:
+    """Raise ModelError for a file that is larger than what is free: it would be read from disk again for each token."""
+    try:
+        nbytes = sum(part.stat().st_size for part in parts_of(file))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}", path=file, errno=error.errno) from error
+    if nbytes > free and not gpu:
+        raise ModelError(
+            f"{file} is {nbytes / _MIB:,.0f} MiB and {free / _MIB:,.0f} MiB of memory are free; take a smaller one",
+            path=file,
+            nbytes=nbytes,
+            free_bytes=free,
+        )
+
+
+def _layout(weights: Weights, *, flash: bool, gpu: bool) -> str:
+    """Name what the bytes of a state depend on: the build, the backend and how values are laid."""
+    build = sha256(weights.library.build.encode()).hexdigest()[:16]
+    return f"libllama-state/1/{build}/{'gpu' if gpu else 'cpu'}/{'fused' if flash else 'plain'}/unified"
+
+
+def _told(name: str, weights: Weights, plan: MemoryPlan, sizes: StateSizes, *, kv_type: str, threads: int) -> str:
+    kv = (plan.cells * sizes.token_bytes + (plan.sequences + 1) * sizes.state_bytes) / _MIB
+    return (
+        f"memory plan: weights {weights.nbytes / _MIB:,.0f} MiB; KV {kv:,.0f} MiB ({plan.cells:,} tokens in {kv_type}, up to "
+        f"{plan.max_running} requests of {plan.context_tokens:,}); memory tier {plan.memory_tier_bytes / _MIB:,.0f} MiB; "
+        f"{threads} threads (change with --context, --max-running, --kv-memory, --kv-type, --cache-memory)"
+    )

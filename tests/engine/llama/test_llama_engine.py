@@ -1,0 +1,241 @@
+"""Requests through the llama engine: hits at every edge, the same tokens as without a cache, whatever runs beside or fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_kit import WORDS, opened, receipt_of, saved
+
+from asking import Answer, ask, eventually, some_tokens
+from gguf_fixtures import Kind
+from headstart.engine.base import Sampling
+from headstart.engine.exactness import same_tokens
+from headstart.engine.llama import opening
+from headstart.engine.llama.engine import LlamaEngine
+from headstart.errors import ContextLengthExceeded, RequestError
+
+Made = Callable[[Kind], Path]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as exact as libllama has it, with KV in 32 bits: answers then hardly ever part."""
+    monkeypatch.setattr(opening, "_FUSED", False)
+
+
+@pytest.fixture
+def engine(exact: None, gguf: Made, tmp_path: Path) -> Iterator[LlamaEngine]:
+    with opened(gguf("llama"), tmp_path, kv_type="f32") as engine:
+        yield engine
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+
+
+def prompt_of(count: int, seed: int = 1) -> list[int]:
+    return some_tokens(count, seed, WORDS)
+
+
+def same(engine: LlamaEngine, prompt: list[int], a: Answer, b: Answer) -> bool:
+    """Greedy answers are equal, or part where the model itself is undecided. Fused attention of libllama's computes in 16 bits,
+    in tiles that depend on how a prompt was cut, so what is undecided is wider there."""
+    scale = float(np.abs(engine.next_logits(prompt)).max())
+    tolerance = (1e-4 if "f32 KV" in engine.info.dtype else 5e-3) * scale
+    return same_tokens(engine.next_logits, prompt, a.tokens, b.tokens, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_hit_after_a_restart_ends_at_every_block_edge(kv_type: str, gguf: Made, tmp_path: Path) -> None:
+    prompt = prompt_of(1100)
+    with opened(gguf("llama"), tmp_path, kv_type=kv_type) as engine:
+        ask(engine, prompt).result()
+        saved(engine)
+    with opened(gguf("llama"), tmp_path, kv_type=kv_type, cache={"memory": "0"}) as engine:
+        for edge in (64, 128, 640, 1024):
+            parted = [*prompt[:edge], 7, *prompt_of(50, seed=edge)]
+            cold, hit = ask(engine, parted, use_cache=False), ask(engine, parted)
+            receipt = receipt_of(hit)
+            assert (receipt.cached_disk_tokens, receipt.cached_memory_tokens) == (edge, 0)
+            cold.result()
+            assert same(engine, parted, cold, hit)
+            saved(engine)
+        assert engine.cache is not None
+        assert engine.cache.check() == []
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+def test_a_recurrent_model_goes_on_from_saved_points(kind: Kind, gguf: Made, tmp_path: Path) -> None:
+    prompt = prompt_of(500)
+    with opened(gguf(kind), tmp_path, cache={"save_every": 128}) as engine:
+        ask(engine, prompt).result()
+        saved(engine)
+    with opened(gguf(kind), tmp_path, cache={"memory": "0", "save_every": 128}) as engine:
+        for end, edge in ((500, 448), (300, 256), (200, 128)):
+            parted = [*prompt[:end], *prompt_of(20, seed=end)]
+            cold = ask(engine, parted, use_cache=False)
+            hit = ask(engine, parted)
+            assert receipt_of(hit).cached_disk_tokens == edge
+            cold.result()
+            assert same(engine, parted, cold, hit)
+            saved(engine)
+
+
+def test_other_kv_types_and_other_weights_find_nothing(gguf: Made, tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+        ask(engine, prompt).result()
+        saved(engine)
+    with opened(gguf("llama"), tmp_path, kv_type="q8_0") as engine:
+        assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with opened(gguf("lfm2"), tmp_path) as engine:
+        assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+
+
+def test_many_at_once_get_the_tokens_that_each_gets_alone(engine: LlamaEngine) -> None:
+    prompts = [prompt_of(count, seed=count) for count in (1, 2, 63, 64, 65, 128, 300, 500)]
+    alone = []
+    for prompt in prompts:
+        alone.append(ask(engine, prompt, 10, use_cache=False))
+        alone[-1].result()
+    together = [ask(engine, prompt, 10, use_cache=False) for prompt in prompts]
+    for prompt, one, other in zip(prompts, alone, together, strict=True):
+        assert receipt_of(other).completion_tokens == 10
+        assert same(engine, prompt, one, other)
+
+
+def test_requests_that_begin_alike_compute_that_once(engine: LlamaEngine) -> None:
+    begin = prompt_of(640)
+    first = ask(engine, [*begin, 1], 40)
+    first.first_token.wait(30)
+    others = [ask(engine, [*begin, number], 8) for number in (2, 3)]
+    for number, other in zip((2, 3), others, strict=True):
+        assert receipt_of(other).cached_memory_tokens == 640
+        cold = ask(engine, [*begin, number], 8, use_cache=False)
+        cold.result()
+        assert same(engine, [*begin, number], cold, other)
+    first.result()
+
+
+def test_who_finds_no_cells_waits_or_takes_those_of_a_lower_rank(exact: None, gguf: Made, tmp_path: Path) -> None:
+    with opened(gguf("llama"), tmp_path, kv_memory="1400000", context=1024, kv_type="f32") as engine:
+        capacity = engine.load().kv_capacity_bytes // engine.info.kv_bytes_per_token
+        assert capacity < 3 * 600
+        prompts = [prompt_of(500, seed=seed) for seed in range(5)]
+        cold = [ask(engine, prompt, 60, use_cache=False) for prompt in prompts]
+        answers = [ask(engine, prompt, 60, priority=number % 2) for number, prompt in enumerate(prompts)]
+        assert {receipt_of(one).completion_tokens for one in [*cold, *answers]} == {60}
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+        for prompt, one, other in zip(prompts, cold, answers, strict=True):
+            assert same(engine, prompt, one, other)
+
+
+def test_an_aborted_request_ends_and_gives_back_what_it_held(engine: LlamaEngine) -> None:
+    answers = [ask(engine, prompt_of(400, seed=seed), 1000, id=f"a{seed}") for seed in range(6)]
+    answers[0].first_token.wait(30)
+    for seed in range(6):
+        engine.abort(f"a{seed}")
+    assert {answer.result().finish for answer in answers} == {"abort"}
+
+
+def test_a_deadline_ends_a_request(engine: LlamaEngine) -> None:
+    last = ask(engine, prompt_of(10), 2000, deadline_s=0.05).result()
+    assert last.finish == "abort"
+    assert last.receipt is not None
+    assert "its deadline passed" in last.receipt.notes
+
+
+def test_stop_ids_end_an_answer_and_not_before_min_tokens(engine: LlamaEngine) -> None:
+    plain = ask(engine, prompt_of(40), 12)
+    plain.result()
+    stop = plain.tokens[3]
+    stopped = ask(engine, prompt_of(40), 12, stop_ids=frozenset({stop}))
+    assert stopped.result().finish == "stop"
+    assert stopped.tokens == plain.tokens[: plain.tokens.index(stop)]
+    longer = ask(engine, prompt_of(40), 12, stop_ids=frozenset({stop}), min_tokens=6)
+    longer.result()
+    assert stop not in longer.tokens[:6]
+    assert len(longer.tokens) >= 6
+
+
+def test_seeds_repeat_and_differ(engine: LlamaEngine) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        answer = ask(engine, prompt_of(30), 20, sampling=Sampling(temperature=1.5, top_p=0.95, top_k=100, seed=seed))
+        answer.result()
+        return answer.tokens
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert drawn(None) != drawn(None)
+
+
+def test_what_can_never_run_is_refused_at_once(engine: LlamaEngine) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        ask(engine, prompt_of(5000))
+    with pytest.raises(RequestError, match="token ids must lie in"):
+        ask(engine, [10_000])
+    assert ask(engine, prompt_of(5)).result().finish == "length"
+
+
+def test_what_is_saved_when_the_engine_closes_is_there_afterwards(gguf: Made, tmp_path: Path) -> None:
+    prompt = prompt_of(1500)
+    with opened(gguf("llama"), tmp_path, cache={"memory": "0"}) as engine:
+        ask(engine, prompt, 1).result()
+    with opened(gguf("llama"), tmp_path, cache={"memory": "0"}) as engine:
+        assert receipt_of(ask(engine, prompt, 1)).cached_disk_tokens == 1472
+    engine.close()  # twice is fine
+    with pytest.raises(RequestError, match="shutting down"):
+        ask(engine, prompt)
+
+
+def test_wrong_bytes_on_disk_are_computed_instead(gguf: Made, tmp_path: Path) -> None:
+    prompt = prompt_of(1500)
+    with opened(gguf("llama"), tmp_path, cache={"memory": "0"}) as engine:
+        cold = ask(engine, prompt)
+        cold.result()
+        saved(engine)
+    (segment,) = (tmp_path / "kv").rglob("*.seg")
+    data = bytearray(segment.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(64)
+    segment.write_bytes(data)
+    with opened(gguf("llama"), tmp_path, cache={"memory": "0"}) as engine:
+        hit = ask(engine, prompt)
+        receipt = receipt_of(hit)
+        assert 0 < receipt.cached_disk_tokens < 1472
+        assert same(engine, prompt, cold, hit)
+
+
+def test_8_sessions_that_abort_at_random_all_end_and_none_is_wrong(exact: None, gguf: Made, tmp_path: Path) -> None:
+    sessions(gguf("llama"), tmp_path, turns=6, seed=1)
+
+
+def sessions(file: Path, directory: Path, *, turns: int, seed: int) -> None:
+    """Eight conversations that grow, some turns of which are given up; every request ends and no answer is wrong."""
+    draw = random.Random(seed)
+    with opened(file, directory, kv_memory="2MiB", context=1024, max_running=8, kv_type="f32") as engine:
+        texts = [prompt_of(draw.randrange(50, 200), seed=number) for number in range(8)]
+        for turn in range(turns):
+            asked = {}
+            for number, text in enumerate(texts):
+                if len(text) > 800:
+                    del text[100:]
+                text += prompt_of(draw.randrange(5, 60), seed=1000 * turn + number)
+                asked[number] = ask(engine, text, draw.randrange(1, 40), id=f"{turn}-{number}", session=str(number))
+            given_up = {number for number in asked if draw.random() < 0.3}
+            for number in given_up:
+                engine.abort(f"{turn}-{number}")
+            for number, answer in asked.items():
+                last = answer.result()
+                assert last.finish == "length" or (last.finish == "abort" and number in given_up), last
+            checked = draw.choice(sorted(set(asked) - given_up) or [0])
+            if checked not in given_up:
+                cold = ask(engine, texts[checked], len(asked[checked].tokens), use_cache=False)
+                cold.result()
+                assert same(engine, texts[checked], cold, asked[checked])
+            for number in set(asked) - given_up:
+                texts[number] += asked[number].tokens
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+        assert engine.cache is not None
+        assert engine.cache.check() == []

@@ -1,0 +1,139 @@
+"""Tiny GGUF files with random weights: a plain decoder, a hybrid, a recurrent one. They load and compute in milliseconds.
+
+Their vocabulary is byte-level with some merges, a chat template and an end of turn, so that prompts go the whole way from
+messages to tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+
+Kind = Literal["llama", "lfm2", "mamba"]
+
+WIDTH, HEADS, KV_HEADS, LAYERS, FEED = 64, 2, 1, 4, 128
+CONTEXT = 4096
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = ("t h", "th e", "Ġ the", "i n", "e r", "Ġ a", "o n", "r e", "a t", "e n", "Ġ o", "f f", "Ġo f", "1 2", "Ċ Ċ")
+
+
+def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0) -> Path:
+    """Write a tiny model of that kind and return its path."""
+    random = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, kind)
+    tokens = _write_vocabulary(writer)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+
+    def tensor(name: str, *shape: int, scale: float = 0.2) -> None:
+        writer.add_tensor(name, (random.standard_normal(shape) * scale).astype(np.float32))
+
+    def ones(name: str, *shape: int) -> None:
+        writer.add_tensor(name, np.ones(shape, np.float32))
+
+    tensor("token_embd.weight", len(tokens), WIDTH, scale=1.0)
+    {"llama": _llama, "lfm2": _lfm2, "mamba": _mamba}[kind](writer, tensor, ones)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter) -> list[str]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    tokens = [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(len(others))]
+    tokens += [merge.replace(" ", "") for merge in MERGES]
+    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(SPECIAL)
+    tokens += SPECIAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(tokens.index("<|endoftext|>"))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    return tokens
+
+
+def _attention(tensor: Any, layer: int) -> None:
+    head = WIDTH // HEADS
+    tensor(f"blk.{layer}.attn_q.weight", WIDTH, WIDTH)
+    tensor(f"blk.{layer}.attn_k.weight", KV_HEADS * head, WIDTH)
+    tensor(f"blk.{layer}.attn_v.weight", KV_HEADS * head, WIDTH)
+    tensor(f"blk.{layer}.attn_output.weight", WIDTH, WIDTH)
+
+
+def _feed_forward(tensor: Any, ones: Any, layer: int) -> None:
+    ones(f"blk.{layer}.ffn_norm.weight", WIDTH)
+    tensor(f"blk.{layer}.ffn_gate.weight", FEED, WIDTH)
+    tensor(f"blk.{layer}.ffn_up.weight", FEED, WIDTH)
+    tensor(f"blk.{layer}.ffn_down.weight", WIDTH, FEED)
+
+
+def _llama(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    ones("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        ones(f"blk.{layer}.attn_norm.weight", WIDTH)
+        _attention(tensor, layer)
+        _feed_forward(tensor, ones, layer)
+
+
+def _lfm2(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
+    kernel, head = 3, WIDTH // HEADS
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv([0 if layer % 2 == 0 else KV_HEADS for layer in range(LAYERS)])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_shortconv_l_cache(kernel)
+    writer.add_vocab_size(256 + len(MERGES) + len(SPECIAL))
+    ones("token_embd_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        ones(f"blk.{layer}.attn_norm.weight", WIDTH)
+        if layer % 2 == 0:
+            tensor(f"blk.{layer}.shortconv.conv.weight", WIDTH, kernel)
+            tensor(f"blk.{layer}.shortconv.in_proj.weight", 3 * WIDTH, WIDTH)
+            tensor(f"blk.{layer}.shortconv.out_proj.weight", WIDTH, WIDTH)
+        else:
+            _attention(tensor, layer)
+            ones(f"blk.{layer}.attn_q_norm.weight", head)
+            ones(f"blk.{layer}.attn_k_norm.weight", head)
+        _feed_forward(tensor, ones, layer)
+
+
+def _mamba(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
+    inner, state, kernel, rank = 2 * WIDTH, 16, 4, 4
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    ones("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        ones(f"blk.{layer}.attn_norm.weight", WIDTH)
+        tensor(f"blk.{layer}.ssm_in.weight", 2 * inner, WIDTH)
+        tensor(f"blk.{layer}.ssm_conv1d.weight", inner, kernel)
+        tensor(f"blk.{layer}.ssm_conv1d.bias", inner)
+        tensor(f"blk.{layer}.ssm_x.weight", rank + 2 * state, inner)
+        tensor(f"blk.{layer}.ssm_dt.weight", inner, rank)
+        tensor(f"blk.{layer}.ssm_dt.bias", inner)
+        writer.add_tensor(f"blk.{layer}.ssm_a", -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1)))
+        ones(f"blk.{layer}.ssm_d", inner)
+        tensor(f"blk.{layer}.ssm_out.weight", WIDTH, inner)
