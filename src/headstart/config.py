@@ -36,6 +36,7 @@ Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
+Aliases = Annotated[str, Meta(extra={"check": "aliases"})]
 Rules = Annotated[str, Meta(extra={"check": "rules"})]
 CANONICAL_RULES = ("billing-header", "cache-control", "text-parts", "reasoning", "tool-arguments", "generated-tokens")
 CANONICAL = ", ".join(CANONICAL_RULES)
@@ -129,6 +130,10 @@ class ServerConfig:
         Path | None, Meta(description="file of API keys, which headstart keys writes; without one nobody is asked for a key")
     ] = None
     max_waiting: Annotated[Count, Meta(description="requests that may wait; more are answered 429")] = 256
+    alias: Annotated[Aliases, Meta(description='names that requests may give as model: "gpt-4o=smollm2-135m, fast=sql"')] = ""
+    strict_models: Annotated[
+        bool, Meta(description="refuse requests for a model of another name, which else get the one served")
+    ] = False
     answers: Annotated[
         str, Meta(description="how reasoning and tool calls are written: auto, none, or the name of a family of models")
     ] = "auto"
@@ -309,6 +314,15 @@ def require_budget(text: str) -> None:
         raise ConfigError('it keeps nothing; write "unlimited" for no limit, or cache.capacity = "0" to do without the disk')
 
 
+def parse_aliases(text: str) -> dict[str, str]:
+    """Return for each name the one that it means. Raises ConfigError.
+
+    >>> parse_aliases("gpt-4o=smollm2-135m, fast=sql")
+    {'gpt-4o': 'smollm2-135m', 'fast': 'sql'}
+    """
+    return dict(_pairs(text, 'write "gpt-4o=smollm2-135m, fast=sql"'))
+
+
 def parse_adapters(text: str) -> dict[str, Path]:
     """Return the folder of each adapter. Raises ConfigError.
 
@@ -405,6 +419,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "quotas": parse_quotas,
     "folders": parse_adapters,
     "words": parse_words,
+    "aliases": parse_aliases,
     "rules": parse_rules,
     "endpoint": lambda text: text and parse_endpoint(text),
 }

@@ -169,7 +169,7 @@ def test_unknown_paths_and_methods_answer_in_json(server: Running) -> None:
     status, error = post(server, {}, "/v1/embeddings")
     assert status == 404
     assert error["message"].startswith("there is no /v1/embeddings here; there are /health, ")
-    assert error["message"].endswith("/v1/models, /v1/chat/completions, /v1/completions")
+    assert "/v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages" in error["message"]
     response = httpx.get(f"{server.url}/v1/chat/completions")
     assert (response.status_code, response.json()["error"]["type"]) == (405, "invalid_request_error")
 

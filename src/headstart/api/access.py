@@ -51,7 +51,7 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

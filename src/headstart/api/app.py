@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,16 +21,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.api import metrics, receipts
+from headstart.api import metrics, openapi, receipts, tokens
 from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
 from headstart.api.accounts import Account
 from headstart.api.ask import Ask
-from headstart.api.dialects import chat, completions
+from headstart.api.dialects import chat, completions, messages, responses
 from headstart.api.dialects.base import About, Dialect
 from headstart.api.errors import BodyTooLarge, BodyTooSlow, NoSuchReceipt, error_response, plain_response
 from headstart.api.generation import Generation
 from headstart.api.pieces import Piece, joined
 from headstart.api.receipts import Times
+from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.api.streaming import STALL_S, EventStream
 from headstart.errors import HeadstartError, RequestError
@@ -51,8 +52,17 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         status, content = service.health()
         return _json(content, status, {"retry-after": "2"} if status == 503 else None)
 
+    async def ready(request: Request) -> Response:
+        status, content = service.health()
+        return _json(
+            {"ready": status == 200, "status": content["status"]}, status, None if status == 200 else {"retry-after": "2"}
+        )
+
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
+
+    async def described(request: Request) -> Response:
+        return _json(openapi.description())
 
     async def scrape(request: Request) -> Response:
         caller_of(request).require_operator()
@@ -60,7 +70,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
     async def models(request: Request) -> Response:
-        names = service.require_served().names
+        names = service.names
         return _json({"object": "list", "data": [service.model_object(name) for name in names]})
 
     async def model(request: Request) -> Response:
@@ -76,12 +86,37 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             )
         return _json(told)
 
+    def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
+
+        async def tell(request: Request) -> Response:
+            require_json(request.headers)
+            served = service.require_served()
+            with service.holding_body() as more:
+                body = await _body(request, more, most=BODY_BYTES)
+                return _json(dict(await service.off_loop(work, served, body)))
+
+        return tell
+
+    def asking(
+        parse: Callable[[bytes, Mapping[str, str]], Ask], work: Callable[[Served, Ask], Mapping[str, Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        return telling(lambda served, body: work(served, parse(body, {})))
+
+    async def count(request: Request) -> Response:
+        require_json(request.headers)
+        served = service.require_served()
+        with service.holding_body() as more:
+            body = await _body(request, more, most=BODY_BYTES)
+            ask = replace(messages.parse_to_count(body, request.headers), caller=caller_of(request))
+            return _json({"input_tokens": await service.off_loop(service.count, served, ask)})
+
     def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         return partial(answer, dialect)
 
     async def answer(dialect: Dialect, request: Request) -> Response:
         require_json(request.headers)
-        served = service.require_served()
+        service.require_served()
         caller = caller_of(request)
         id = f"refused-{uuid.uuid4().hex}"  # until it has one that its client knows
         account = service.accounts.open(caller, endpoint=request.url.path, id=id, headers=request.headers)
@@ -96,7 +131,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         except BaseException:
             account.failed()
             raise
-        shape = dialect.shape(ask, About(generation.id, int(time.time()), served.adapter_of(ask.model) or served.name))
+        shape = dialect.shape(ask, About(generation.id, int(time.time()), account.model))
         if ask.stream:
             timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
             return EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
@@ -125,13 +160,22 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     app = Starlette(
         routes=[
             Route("/health", health),
+            Route("/ready", ready),
             Route("/version", version),
+            Route("/openapi.json", described),
             Route("/metrics", scrape),
             Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),
             Route("/v1/completions", answering(completions), methods=["POST"]),
+            Route("/v1/responses", answering(responses), methods=["POST"]),
+            Route("/v1/messages", answering(messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", count, methods=["POST"]),
+            Route("/v1/chat/completions/render", asking(chat.parse, tokens.rendered), methods=["POST"]),
+            Route("/v1/completions/render", asking(completions.parse, tokens.rendered), methods=["POST"]),
+            Route("/tokenize", telling(tokens.tokenise), methods=["POST"]),
+            Route("/detokenize", telling(tokens.detokenise), methods=["POST"]),
         ],
         exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
@@ -208,9 +252,13 @@ class _RequestId:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else f"req_{uuid.uuid4().hex}".encode()
 
+        scope["headstart.request_id"] = request_id.decode()
+        anthropic = str(scope["path"]).startswith("/v1/messages")  # whose clients know it by another name
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                named = [b"x-request-id", *([b"request-id"] if anthropic else [])]
+                message["headers"] = [*message["headers"], *((name, request_id) for name in named)]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -221,7 +269,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestError):  # not the client's doing, and it may name folders of this machine
         log.error("a request failed: %s", error.message, exc_info=error)
         return await _on_bug(request, error)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -232,12 +280,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} does not go with {request.url.path}",
     }
     headers = dict(error.headers) if error.headers else None
-    return plain_response(error.status_code, said.get(error.status_code, error.detail), headers)
+    return plain_response(error.status_code, said.get(error.status_code, error.detail), request.scope, headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The error itself is for the log; of a bug the server writes the traceback there."""
-    return plain_response(500, "the server failed on this request; its log has the details")
+    return plain_response(500, "the server failed on this request; its log has the details", request.scope)
 
 
 def _timing(generation: Generation) -> dict[str, str]:

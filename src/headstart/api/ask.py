@@ -47,12 +47,17 @@ class Ask:
     """Either `messages`, in the form of chat completions that `render` takes, or `prompt`, a text or token ids.
 
     None: not said, so the model's own default holds. `sampling`: fields of `Sampling` by name, those that were said.
-    `tools` are in the form of chat completions; `parallel_calls`: whether one answer may have several. `template`: what the
-    chat template is told beside messages. `echo`: what the dialect repeats in its answer.
-    `logprobs` as in `GenerationRequest`. `ignored`: fields that nobody knows, for the log."""
+    `previous`: the answer that the conversation goes on from; the first `instructions` messages stand before all of it and are
+    not kept with it. `keep`: whether another request may go on from this answer. `tools` are in the form of chat completions;
+    `parallel_calls`: whether one answer may have several. `template`: what the chat template is told beside messages. `echo`:
+    what the dialect repeats in its answer. `logprobs` as in `GenerationRequest`. `ignored`: fields that nobody knows, for the
+    log."""
 
     id_prefix: str  # of the answer's id, as the dialect's clients know it
     messages: tuple[Any, ...] | None = None
+    instructions: int = 0
+    previous: str | None = None
+    keep: bool = False
     tools: tuple[Any, ...] | None = None
     tool_choice: ToolChoice = ToolChoice()
     parallel_calls: bool = True

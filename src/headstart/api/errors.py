@@ -1,10 +1,12 @@
-"""Errors as clients of the OpenAI API expect them: {"error": {message, type, param, code}}, `code` always a string."""
+"""Errors as clients expect them: of OpenAI's API {"error": {message, type, param, code}}, `code` always a string; of
+Anthropic's {"type": "error", "error": {type, message}, "request_id"}."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from headstart.errors import RequestError
 
@@ -29,6 +31,12 @@ class Forbidden(RequestError):
 
 class NoSuchReceipt(RequestError):
     """Nobody here remembers a request of this name, or it was another tenant's."""
+
+    status = 404
+
+
+class NoSuchResponse(RequestError):
+    """The answer that a request goes on from is not kept here, or was another tenant's."""
 
     status = 404
 
@@ -91,8 +99,21 @@ def error_object(error: RequestError) -> dict[str, Any]:
     return {"error": _fields(error.message, error.status, code=error.code, param=error.param)}
 
 
-def error_response(error: RequestError) -> JSONResponse:
-    return JSONResponse(error_object(error), status_code=error.status, headers=headers_of(error))
+def messages_error(error: RequestError, request_id: str | None = None) -> dict[str, Any]:
+    """Return an error as clients of Anthropic's API expect it."""
+    return _messages_error(error.message, error.status, request_id)
+
+
+def error_response(error: RequestError, scope: Scope) -> JSONResponse:
+    """Return an error in the dialect of the path that was asked."""
+    content = messages_error(error, request_id_of(scope)) if _is_messages(scope) else error_object(error)
+    return JSONResponse(content, status_code=error.status, headers=headers_of(error))
+
+
+def request_id_of(scope: Scope) -> str | None:
+    """Return the id that a request's answer carries."""
+    found = scope.get("headstart.request_id")
+    return found if isinstance(found, str) else None
 
 
 def headers_of(error: RequestError) -> dict[str, str]:
@@ -108,9 +129,24 @@ def headers_of(error: RequestError) -> dict[str, str]:
     return headers
 
 
-def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def plain_response(status: int, message: str, scope: Scope, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return the error that stands for an HTTP status alone, such as an unknown path."""
-    return JSONResponse({"error": _fields(message, status, code=None, param=None)}, status_code=status, headers=headers)
+    if _is_messages(scope):
+        content = _messages_error(message, status, request_id_of(scope))
+    else:
+        content = {"error": _fields(message, status, code=None, param=None)}
+    return JSONResponse(content, status_code=status, headers=headers)
+
+
+def _is_messages(scope: Scope) -> bool:
+    return str(scope.get("path", "")).startswith("/v1/messages")
+
+
+def _messages_error(message: str, status: int, request_id: str | None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+    kind = kinds.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _fields(message: str, status: int, *, code: str | None, param: str | None) -> dict[str, Any]:

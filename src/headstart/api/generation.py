@@ -39,6 +39,7 @@ class Answer:
         self.request = request
         self.finish: FinishReason | None = None
         self.receipt: Receipt | None = None
+        self.so_far: Receipt | None = None  # with its first token
         self.error: str | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0  # of them
@@ -61,6 +62,7 @@ class Answer:
         if event.progress is not None:
             return Piece(self.index, progress=event.progress)
         text = ""
+        self.so_far = self.so_far or event.so_far
         if event.token is not None:
             self._tokens.append(event.token)
             self.completion_tokens += 1
@@ -81,9 +83,13 @@ class Answer:
         self._pieces.append(piece)
         return piece
 
+    def whole(self) -> Piece:
+        """Return all that came of it, in one piece."""
+        return joined(self._pieces)
+
     def said(self) -> tuple[list[int], dict[str, Any]]:
         """Return its tokens and what was read in them, as in `Generated`."""
-        whole = joined(self._pieces)
+        whole = self.whole()
         return self._tokens, {"content": whole.text, "reasoning": whole.reasoning, "calls": whole.calls}
 
     def _parts(self, text: str, *, ended: bool) -> list[Part]:
@@ -117,7 +123,8 @@ class Generation:
     still runs in the engine.
 
     `on_heard` is called with the tokens of an answer that ended by itself and what was read in it, before its end is told;
-    `on_answer` once for each answer that is told and ended, `on_landed` when the engine has done with all."""
+    `on_whole` with the id and the first answer, before its end is told; `on_answer` once for each answer that is told and
+    ended, `on_landed` when the engine has done with all."""
 
     def __init__(
         self,
@@ -132,9 +139,11 @@ class Generation:
         on_heard: Callable[..., None],
         on_answer: Callable[[Answer], None],
         on_landed: Callable[[Generation], None],
+        on_whole: Callable[[str, Piece], None] | None = None,
     ) -> None:
         self.id = id
         self.account = account
+        self._on_whole = on_whole
         self.answers = [Answer(index, request, served, ask, answering) for index, request in enumerate(requests)]
         self._engine = served.engine
         self._keepalive_s = keepalive_s
@@ -183,6 +192,8 @@ class Generation:
                         self._engine.abort(answer.request.id)  # it need not go on, but its receipt says what was cached
                     if piece.finish in ("error", "abort"):
                         raise self._failure(event)
+                    if self._on_whole is not None and piece.index == 0 and piece.finish is not None:
+                        self._on_whole(self.id, answer.whole())
                     yield piece
                     quiet_from = self._loop.time()
             await self._receipts()
@@ -191,11 +202,16 @@ class Generation:
 
     def usage(self) -> Usage:
         """Return what all answers used: the prompt once, as the first one found it."""
-        receipt = self.answers[0].receipt or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        receipt = (
+            self.answers[0].receipt
+            or self.answers[0].so_far
+            or Receipt(len(self.answers[0].request.prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0)
+        )
         return Usage.of(
             receipt,
             output_tokens=sum(answer.completion_tokens for answer in self.answers),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+            kept_output_tokens=sum(answer.receipt.kept_output_tokens for answer in self.answers if answer.receipt is not None),
         )
 
     def __enter__(self) -> Generation:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +21,11 @@ from typing import Any, TypeVar
 from headstart.api.accounts import Account, Accounts
 from headstart.api.answering import Answering
 from headstart.api.ask import Ask
+from headstart.api.conversations import Conversations
 from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
+from headstart.api.pieces import Piece
 from headstart.api.prompting import Prompt, Prompting
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
@@ -48,8 +50,9 @@ class Loading:
 
 
 class Service:
-    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `canonical`: the rules of
-    canonical form that are on; `longest_promise_s`: what a caller can have promised at most of what is kept."""
+    """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `aliases`: names that mean
+    another; a name that is none gets the served model, unless `strict_models`. `canonical`: the rules of canonical form that
+    are on; `longest_promise_s`: what a caller can have promised at most of what is kept."""
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class Service:
         max_waiting: int = 256,
         keepalive_s: float = KEEPALIVE_S,
         accounts: Accounts | None = None,
+        aliases: Mapping[str, str] | None = None,
+        strict_models: bool = False,
         canonical: Collection[str] = RULES,
         longest_promise_s: float = 0.0,
     ) -> None:
@@ -75,6 +80,9 @@ class Service:
         self._logged: set[str] = set()
         self._body_bytes = 0
         self._told_of_tools = False
+        self._conversations = Conversations()
+        self._aliases = dict(aliases or {})
+        self._strict_models = strict_models
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         self._state = Loading(stage, fraction)
@@ -127,9 +135,8 @@ class Service:
     def model_object(self, name: str | None = None) -> dict[str, Any]:
         """Return what /v1/models says of the served model. Raises ModelNotFound for another `name`."""
         served = self.require_served()
-        if name is not None and name not in served.names:
-            has = ", ".join(map(repr, served.names))
-            raise ModelNotFound(f"there is no model {name!r} here; this server has {has}", code="model_not_found")
+        if name is not None and name not in self.names:
+            raise self._no_model(name)
         return {
             "id": name or served.name,
             "object": "model",
@@ -138,14 +145,38 @@ class Service:
             "max_model_len": served.engine.info.context_tokens,
         }
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What may be asked for: the model's name, those of its adapters, and aliases."""
+        return (*self.require_served().names, *self._aliases)
+
+    def _no_model(self, name: str) -> ModelNotFound:
+        has = ", ".join(map(repr, self.names))
+        return ModelNotFound(
+            f"there is no model {name[:64]!r} here; this server has {has}", code="model_not_found", param="model"
+        )
+
+    def _model_of(self, served: Served, name: str | None) -> str:
+        """Return the name of what is served for `name`. Raises ModelNotFound, where models are strict."""
+        meant = self._aliases.get(name or "", name or served.name)
+        if meant in served.names:
+            return meant
+        if self._strict_models:
+            raise self._no_model(name or meant)
+        self._log_ignored("unknown model name", [meant])
+        return served.name
+
     async def start(self, ask: Ask, account: Account | None = None) -> Generation:
         """Tokenise and submit. Raises RequestError for whatever can be known before the first token."""
         served = self.require_served()
         account = account or self.accounts.open(ask.caller, endpoint="", id="", headers={})
+        ask = replace(ask, model=self._model_of(served, ask.model))
         account.model = served.adapter_of(ask.model) or served.name
         self._log_ignored("unknown field", ask.ignored)
-        if ask.model is not None and ask.model not in served.names:
-            self._log_ignored("unknown model name", [ask.model])
+        if ask.previous is not None:
+            before = self._conversations.find(ask.previous, ask.caller.tenant)
+            asked = ask.messages or ()
+            ask = replace(ask, messages=(*asked[: ask.instructions], *before, *asked[ask.instructions :]))
         answers = min(ask.n, self._max_waiting)
         if served.engine.load().waiting + self._preparing + answers > self._max_waiting:
             raise self.accounts.pace.too_many(self._max_waiting)
@@ -174,6 +205,7 @@ class Service:
                 on_heard=partial(self._prompting.heard, served, ask, prompt),
                 on_answer=self._ended,
                 on_landed=self._landed,
+                on_whole=partial(self._keep, ask) if ask.keep else None,
             )
             generation.acted = prompt.acted
             self._flights[id] = generation
@@ -196,6 +228,10 @@ class Service:
         if left_s <= 0:
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
         return left_s
+
+    def count(self, served: Served, ask: Ask) -> int:
+        """Return how many tokens the prompt of `ask` has. Takes a while for a long one; for `off_loop`."""
+        return len(self._prompting.prompt(served, ask).ids)
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Return what `work` returns, run beside the loop, a few at a time."""
@@ -249,6 +285,18 @@ class Service:
         self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.accounts.close()
+
+    def _keep(self, ask: Ask, id: str, answer: Piece) -> None:
+        """Keep the conversation up to `answer`, for requests that go on from it."""
+        said: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
+        self._conversations.keep(id, ask.caller.tenant, [*(ask.messages or ())[ask.instructions :], said])
 
     def _landed(self, generation: Generation) -> None:
         self._flights.pop(generation.id, None)

@@ -54,11 +54,17 @@ class _Stalled(Exception):
 
 async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     """Yield the stream. Cancelled when the client goes away; whoever made the generation ends it."""
+    begun = False
     try:
+        if opening := b"".join(shape.open()):
+            yield opening
         async for piece in generation.pieces():
             if piece is None:
                 yield shape.quiet()
-            elif written := b"".join(shape.piece(piece)):
+                continue
+            beginning = b"" if begun else b"".join(shape.begin(generation.usage()))
+            begun = True
+            if written := beginning + b"".join(shape.piece(piece)):
                 yield written
     except RequestError as error:
         yield b"".join(shape.failure(error))

@@ -31,7 +31,14 @@ from headstart.cli import INTERRUPTED
 from headstart.cli.opening import open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import Config, ServerConfig, longest_promise_s, parse_size, prefer_sleeping_threads
+from headstart.config import (
+    Config,
+    ServerConfig,
+    longest_promise_s,
+    parse_aliases,
+    parse_size,
+    prefer_sleeping_threads,
+)
 from headstart.errors import AddressInUse, ConfigError, HeadstartError, UsageLogFailed
 from headstart.ledger.log import UsageLog
 
@@ -70,6 +77,8 @@ class _Server(uvicorn.Server):
         self._service = Service(
             max_waiting=config.server.max_waiting,
             accounts=accounts_of(config.server),
+            aliases=parse_aliases(config.server.alias),
+            strict_models=config.server.strict_models,
             canonical=config.server.canonical_rules,
             longest_promise_s=longest_promise_s(config.cache.retention),
         )

@@ -155,13 +155,15 @@ class Progress:
 class TokenEvent:
     """One step of an answer. `token` is None on a last event that carries no token, and while the prompt is computed. The last
     event has `finish` and the receipt; `error` is one sentence when finish is "error". `logprobs`: where the request asked for
-    them and a token is there. `progress`: where the request asked for it and a part of its prompt was computed."""
+    them and a token is there. `so_far`: with the first of several tokens, the receipt as it is by then, in which what was
+    cached is settled. `progress`: where the request asked for it and a part of its prompt was computed."""
 
     token: int | None
     finish: FinishReason | None = None
     receipt: Receipt | None = None
     error: str | None = None
     logprobs: Logprobs | None = None
+    so_far: Receipt | None = None
     progress: Progress | None = None
 
 

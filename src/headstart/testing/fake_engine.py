@@ -26,6 +26,7 @@ from headstart.engine.base import (
 from headstart.errors import ContextLengthExceeded
 
 BLOCK_TOKENS = 64
+_ENDS = b'\0"}]'
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 
 
@@ -200,7 +201,8 @@ class FakeEngine:
         told = None
         if request.logprobs is not None:
             told = Logprobs(-1.0, tuple(((token + place) % 256, -1.0 - place) for place in range(request.logprobs)))
-        running.on_event(TokenEvent(token, logprobs=told))
+        so_far = None if running.sent else self._receipt(running)
+        running.on_event(TokenEvent(token, logprobs=told, so_far=so_far))
         running.sent += 1
         with self._changed:
             self._counters["generated_tokens"] += 1
@@ -208,7 +210,11 @@ class FakeEngine:
         return self._end(running, "length") if running.sent >= request.max_tokens else False
 
     def _end(self, running: _Running, finish: FinishReason, *, error: str | None = None) -> bool:
-        receipt = Receipt(
+        running.on_event(TokenEvent(None, finish, self._receipt(running), error))
+        return True
+
+    def _receipt(self, running: _Running) -> Receipt:
+        return Receipt(
             prompt_tokens=len(running.request.prompt),
             completion_tokens=running.sent,
             cached_memory_tokens=running.cached_tokens,
@@ -222,8 +228,6 @@ class FakeEngine:
             written_tokens=running.written_tokens,
             taken=running.taken,
         )
-        running.on_event(TokenEvent(None, finish, receipt, error))
-        return True
 
     @staticmethod
     def _key(request: GenerationRequest, prefix: Sequence[int]) -> bytes:
@@ -232,9 +236,9 @@ class FakeEngine:
 
 
 def _held_to(constraint: Constraint, token: int) -> int:
-    """Return `token` if it may come next, else the first one that may."""
+    """Return `token` if it may come next, else the first one that may, best one that ends something."""
     allowed = constraint.allowed()
     if allowed is not None and not allowed[token // 8] >> token % 8 & 1:
-        token = next(other for other in range(256) if allowed[other // 8] >> other % 8 & 1)
+        token = next(other for other in (*_ENDS, *range(256)) if allowed[other // 8] >> other % 8 & 1)
     constraint.accept(token)
     return token

@@ -24,9 +24,14 @@ class About:
 
 
 class Shape(Protocol):
-    """How an answer is written. Of a stream: `piece` for all that comes, `quiet` when nothing does, then `end` or `failure`."""
+    """How an answer is written. Of a stream: `open` at once, `begin` before the first of what comes, with the usage so far,
+    `piece` for each, `quiet` when nothing does, then `end` or `failure`."""
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]: ...
+
+    def open(self) -> Iterator[bytes]: ...
+
+    def begin(self, usage: Usage) -> Iterator[bytes]: ...
 
     def piece(self, piece: Piece) -> Iterator[bytes]: ...
 

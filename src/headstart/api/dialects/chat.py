@@ -94,6 +94,12 @@ class Shape:
         ]
         return envelope(self.about, "chat.completion", choices) | {"usage": usage_object(usage)}
 
+    def open(self) -> Iterator[bytes]:
+        return iter(())
+
+    def begin(self, usage: Usage) -> Iterator[bytes]:
+        return iter(())
+
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.progress is not None:
             yield self._chunk(piece.index, {}, progress=piece.progress)
@@ -194,7 +200,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cached_disk_tokens": usage.cached_disk_tokens,
             "cache_write_tokens": usage.written_tokens,  # clients add it up, so never absent
         },
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, "kept_tokens": usage.kept_output_tokens},
         "prompt_cache_hit_tokens": usage.cached_tokens,
         "prompt_cache_miss_tokens": usage.prompt_tokens - usage.cached_tokens,
     }
@@ -222,9 +228,11 @@ def log_or_least(logprob: float) -> float:
 def _logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     if told is None:
         return None
-    content = [{**_token(one.token, one.logprob), "top_logprobs": [_token(*other) for other in one.top]} for one in told]
+    content = [
+        {**token_object(one.token, one.logprob), "top_logprobs": [token_object(*other) for other in one.top]} for one in told
+    ]
     return {"content": content, "refusal": None}
 
 
-def _token(token: bytes, logprob: float) -> dict[str, Any]:
+def token_object(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": log_or_least(logprob), "bytes": list(token)}

@@ -57,6 +57,12 @@ class Shape:
         choices = [_choice(one.index, one.text, one.told, one.finish) for one in answers]
         return envelope(self.about, "text_completion", choices) | {"usage": usage_object(usage)}
 
+    def open(self) -> Iterator[bytes]:
+        return iter(())
+
+    def begin(self, usage: Usage) -> Iterator[bytes]:
+        return iter(())
+
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.progress is not None:
             choice = _choice(piece.index, "", None, None)

@@ -8,7 +8,7 @@ answer that silently is not what was asked for is worse than none. What stands i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -66,12 +66,28 @@ class Common(msgspec.Struct, kw_only=True):
     return_progress: bool | None = None
 
 
+AnyT = TypeVar("AnyT")
 RequestT = TypeVar("RequestT", bound=Common)
 
 
 def decoded(body: bytes, form: type[RequestT], neutral: Mapping[str, tuple[object, ...]]) -> tuple[RequestT, tuple[str, ...]]:
     """Return the request and the names of fields that are not understood. `neutral`: fields that would change an answer and are
     not followed, with the values (beside null) that ask for nothing."""
+    content = _object(body)
+    request = _converted(content, form)
+    for name in neutral.keys() & content.keys():
+        if content[name] is not None and content[name] not in neutral[name]:
+            raise wrong(name, "is not supported by this version; leave it out")
+    known = neutral.keys() | set(form.__struct_fields__)
+    return request, tuple(name for name in content if name not in known)
+
+
+def decoded_as(body: bytes, form: type[AnyT]) -> AnyT:
+    """Return a body that has `form`. Raises RequestError naming the parameter."""
+    return _converted(_object(body), form)
+
+
+def _object(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -80,18 +96,17 @@ def decoded(body: bytes, form: type[RequestT], neutral: Mapping[str, tuple[objec
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    for name in ("max_tokens", "max_completion_tokens"):  # some clients write every number as 5.0
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):  # some clients write every number as 5.0
         if isinstance(value := content.get(name), float) and value.is_integer():
             content[name] = int(value)
+    return content
+
+
+def _converted(content: dict[str, Any], form: type[AnyT]) -> AnyT:
     try:
-        request = msgspec.convert(content, form)
+        return msgspec.convert(content, form)
     except msgspec.ValidationError as error:
         raise invalid(str(error)) from error
-    for name in neutral.keys() & content.keys():
-        if content[name] is not None and content[name] not in neutral[name]:
-            raise wrong(name, "is not supported by this version; leave it out")
-    known = neutral.keys() | set(form.__struct_fields__)
-    return request, tuple(name for name in content if name not in known)
 
 
 def invalid(told: str) -> RequestError:
@@ -120,6 +135,7 @@ def ask_of(
     logprobs_param: str = "logprobs",
     max_tokens: int | None,
     logprobs: int | None,
+    stop: Sequence[str] | None = None,
     controls: Iterable[Any] = (),
     **more: Any,
 ) -> Ask:
@@ -144,7 +160,8 @@ def ask_of(
         raise wrong("min_tokens", f"must be between 0 and {max_tokens_param}, but is {least}")
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= SALT_CHARACTERS:
         raise wrong("cache_salt", f"must have 1 to {SALT_CHARACTERS} characters, but has {len(request.cache_salt)}")
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if stop is None:
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if any(token < 0 for token in request.stop_token_ids or ()):
         raise wrong("stop_token_ids", "must be token ids, which are 0 or more")
     return Ask(

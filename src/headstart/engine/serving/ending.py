@@ -101,7 +101,8 @@ class Endings(Generic[S]):
         if sequence.generated == sequence.max_tokens:
             self.end(sequence, "length", last=choice)
         else:
-            self.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs))
+            so_far = sequence.receipt(time.monotonic()) if sequence.generated == 1 else None
+            self.emit(sequence, TokenEvent(choice.token, logprobs=choice.logprobs, so_far=so_far))
 
     def end(self, sequence: S, finish: FinishReason, *, last: Choice | None = None, error: str | None = None) -> None:
         """Save what is good, free everything, send the last event, with the `last` token if any. Once, from any state."""
