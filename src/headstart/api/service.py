@@ -229,6 +229,10 @@ class Service:
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
         return left_s
 
+    def count(self, served: Served, ask: Ask) -> int:
+        """Return how many tokens the prompt of `ask` has. Takes a while for a long one; for `off_loop`."""
+        return len(self._prompting.prompt(served, ask).ids)
+
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Return what `work` returns, run beside the loop, a few at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
