@@ -231,7 +231,7 @@ class Service:
 
     def count(self, served: Served, ask: Ask) -> int:
         """Return how many tokens the prompt of `ask` has. Takes a while for a long one; for `off_loop`."""
-        return len(self._prompting.prompt(served, ask).ids)
+        return len(self.prompting.prompt(served, ask).ids)
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Return what `work` returns, run beside the loop, a few at a time."""
