@@ -78,7 +78,7 @@ def server(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         }
     )
     served = open_model(config, on_progress=lambda stage, fraction: None)
-    served.renderer._tokenizer.chat_template = TEMPLATE
+    served.renderer._tokenizer.chat_template = served.renderer._writer.chat_template = TEMPLATE
     served = replace(served, answers=FAMILIES["hermes"])
     services: list[Service] = []
 

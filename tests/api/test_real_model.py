@@ -77,6 +77,37 @@ def test_five_salts_never_share_and_each_finds_its_own(server: Listening) -> Non
     assert {answer["text"] for answer in first + again} == {first[0]["text"]}
 
 
+def test_a_prompt_that_was_warmed_is_found_after_a_restart_and_its_time_is_promised(config: Config) -> None:
+    body = {"messages": [{"role": "system", "content": PROMPT}], "prompt_cache_options": {"prewarm": True, "ttl": "12h"}}
+    with opened(config) as server:
+        server.service._longest_promise_s = 7 * 86400.0
+        usage = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+        assert (usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (0, 0)
+        saved(server)
+    with opened(config) as server, server.client() as client:
+        served = server.service.served
+        assert served is not None
+        cache = served.cache
+        assert cache is not None
+        (disk,) = [source.tier for source in cache._sources if source.tier.name == "disk"]
+        promised = [info.guaranteed_until_ms - info.created_ms for info in disk.scan()]
+        assert promised
+        assert all(12 * 3600 * 1000 <= one < 13 * 3600 * 1000 for one in promised)
+        assert ask(client)["cached"] >= (usage["prompt_tokens"] - 16) // 64 * 64 > 0
+
+
+def test_explicit_without_breakpoints_computes_all_and_keeps_nothing(server: Listening) -> None:
+    explicit = {"prompt_cache_options": {"mode": "explicit"}}
+    with server.client() as client:
+        for _ in range(2):
+            assert ask(client, extra_body=explicit)["cached"] == 0
+            saved(server)
+        assert ask(client)["cached"] == 0
+        saved(server)
+        assert ask(client, extra_body=explicit)["cached"] == 0
+        assert ask(client)["cached"] > 0
+
+
 def test_the_next_turn_of_a_chat_hits_everything_before_it(server: Listening) -> None:
     with server.client() as client:
         messages: list[Any] = [{"role": "user", "content": PROMPT}]

@@ -45,6 +45,9 @@ FILES = {
     "vllm restart": "vllm/test_restart.py",
     "vllm ranks": "vllm/test_ranks_and_company.py",
     "api": "api/test_openai_client.py",
+    "canonical": "render/test_canonical.py",
+    "noise": "api/test_canonical_requests.py",
+    "reports": "diagnose/test_report.py",
     "accounts": "api/test_accounts.py",
     "tenants": "api/test_real_accounts.py",
     "clients": "api/test_many_clients.py",
@@ -266,6 +269,15 @@ C082  Writers never share a temporary name, and leave none behind.
 C083  What is published is not replaced by who comes later.
       directories · test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_it
       s07 · test_threads_that_save_the_same_prompts_store_each_once
+C085  A checksum that changes in a billing header is named by diff, and dropped before it costs a hit.
+      reports · test_a_checksum_in_a_billing_header_is_found_with_both_ids_and_what_it_costs
+      canonical · test_the_billing_header_at_the_top_is_dropped_and_nothing_else
+      noise · test_rules_that_need_no_memory
+C087  An answer that comes back without the reasoning that led to it hits all the same, as far as the template writes it.
+      noise · test_what_was_generated_comes_back_as_clients_write_it
+C092  Text that the model spelled in its own tokens is told by diff, and found again through what was generated.
+      reports · test_the_same_text_in_other_tokens_is_a_finding_of_its_own
+      noise · test_generated_tokens
 C100  Usage is the same streamed and whole, what is written is a part of the prompt, and nothing is counted twice.
       accounts · test_usage_is_the_same_streamed_and_whole
       accounts · test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters
@@ -325,7 +337,7 @@ ELSEWHERE = {
     "keys and endpoints of the server": ("C129",),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
-    "why prompts part": ("C085", "C086", "C087", "C089", "C090", "C092", "C093", "C095", "C096"),
+    "why prompts part": ("C086", "C089", "C090", "C093", "C095", "C096"),
     "usage and prices": ("C098", "C099", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }

@@ -14,6 +14,7 @@ import pytest
 
 from headstart.errors import ContextLengthExceeded, ModelError, RequestError
 from headstart.render import Renderer
+from headstart.render.messages import normal_messages
 from headstart.render.plain import load_plain
 from headstart.render.token_bytes import TokenBytes
 
@@ -185,7 +186,7 @@ def test_a_template_that_refuses_becomes_a_sentence(
 
 def test_tools_nested_too_deeply_for_the_template_are_a_sentence(renderer: Renderer) -> None:
     parameters: dict[str, Any] = {}
-    for _ in range(900):
+    for _ in range(5000):
         parameters = {"properties": parameters}
     deep = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     with pytest.raises(RequestError, match="nested too deeply") as caught:
@@ -273,6 +274,28 @@ def test_tokens_of_any_other_tokenizer_are_as_they_decode() -> None:
     assert TokenBytes(backend)[0] == b"the"
 
 
+def _as_transformers_writes(renderer: Renderer, messages: list[Any], **more: Any) -> str:
+    tokenizer = renderer._tokenizer
+    assert type(tokenizer).__module__.startswith("transformers.")
+    assert renderer._writer is not tokenizer
+    normal = normal_messages(messages)
+    return str(tokenizer.apply_chat_template(normal, add_generation_prompt=True, tokenize=False, **more))
+
+
+def test_a_tokenizer_that_writes_in_a_way_of_its_own_writes_itself(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, conversation: Any, *_: Any, **__: Any) -> Any:
+            return "its own"
+
+    own = Own.from_pretrained(tokenizer_folder)
+    assert Renderer(own, stop_ids=frozenset(), vocabulary=1).write([USER]) == "its own"
+    several = AutoTokenizer.from_pretrained(tokenizer_folder)
+    several.chat_template = {"default": "one", "tool_use": "another"}
+    assert Renderer(several, stop_ids=frozenset(), vocabulary=1).write([USER], tools=[TOOL]) == "another"
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_without_transformers_a_renderer_is_the_same(kind: str, tiny_model_folder: Callable[..., Path]) -> None:
     folder = tiny_model_folder(kind)
@@ -285,6 +308,7 @@ def test_without_transformers_a_renderer_is_the_same(kind: str, tiny_model_folde
         {"role": "tool", "content": "<é>"},
     ]
     assert light.chat(messages, tools=[TOOL]) == full.chat(messages, tools=[TOOL])
+    assert full.write(messages, tools=[TOOL]) == _as_transformers_writes(full, messages, tools=[TOOL])
     assert light.completion("Größe <|im_end|> 😀") == full.completion("Größe <|im_end|> 😀")
     assert (light.begin_id, light.stop_ids, light.vocabulary) == (full.begin_id, full.stop_ids, full.vocabulary)
 
@@ -305,6 +329,11 @@ def test_templates_see_the_same_without_transformers(tokenizer_folder: Path, tmp
     ]
     light, full = Renderer.load(folder, light=True), Renderer.load(folder)
     assert light.write(messages, tools=[TOOL]) == full.write(messages, tools=[TOOL])
+    arguments: dict[str, Any] = {"enable_thinking": False, "documents": [{"title": "x"}]}
+    for more in ({}, arguments):
+        assert full.write(messages, tools=[TOOL], arguments=more) == _as_transformers_writes(
+            full, messages, tools=[TOOL], **more
+        )
     (folder / "chat_template.jinja").write_text("{{ raise_exception('not me') }}")
     for renderer in (Renderer.load(folder, light=True), Renderer.load(folder)):
         with pytest.raises(RequestError, match="not me"):
@@ -338,4 +367,5 @@ def test_the_demo_model_renders_the_same_without_transformers(smollm2_folder: Pa
         {"role": "user", "content": "Größe 😀? " + "the handbook says so " * 300},
     ]
     assert light.chat(messages) == full.chat(messages)
+    assert full.write(messages) == _as_transformers_writes(full, messages)
     assert light.begin_id == full.begin_id

@@ -21,10 +21,10 @@ from headstart.errors import HeadstartError
 # name: (where the command is, its line in --help)
 _COMMANDS = {
     "serve": ("headstart.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
-    "warm": ("headstart.cli.warm:warm", "Compute and keep prompts ahead of time, in a running server."),
     "run": ("headstart.cli.run:run", "Answer one prompt in the terminal."),
     "pull": ("headstart.cli.pull:pull", "Fetch a model ahead of time."),
     "models": ("headstart.cli.models:models", "List the models that can be served here by name."),
+    "warm": ("headstart.cli.warm:warm", "Compute and keep prompts ahead of time, in a running server."),
     "cache": ("headstart.cli.cache:cache", "Look at, keep, remove and carry stored prefixes."),
     "keys": ("headstart.cli.keys:keys", "Make, list and remove API keys."),
     "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),

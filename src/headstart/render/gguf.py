@@ -50,7 +50,7 @@ class GGUFRenderer(Renderer):
         named = {"bos_token": words.begin_id, "eos_token": words.end_id}
         special = {name: words.name(token) for name, token in named.items() if token is not None}
         self._words = words
-        self._tokenizer = PlainTokenizer(None, template=template, special=special)
+        self._tokenizer = self._writer = PlainTokenizer(None, template=template, special=special)
         self._longest_bytes = max(len(words.name(token).encode()) for token in range(words.size))
         self.stop_ids = words.stop_ids()
         self._special_tokens = words.special_tokens()

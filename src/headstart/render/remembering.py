@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from threading import Lock
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
+_OWNER_BYTES = 1024  # of books for each owner, whatever it has
 
 
 class Remembered(Generic[K, V]):
@@ -22,6 +24,7 @@ class Remembered(Generic[K, V]):
         self._by_owner: dict[str, OrderedDict[K, V]] = {}
         self._bytes: dict[str, int] = {}
         self._total_bytes = 0
+        self._by_size: list[tuple[int, str]] = []
 
     @property
     def nbytes(self) -> int:
@@ -45,17 +48,39 @@ class Remembered(Generic[K, V]):
 
     def put(self, owner: str, values: Mapping[K, V]) -> None:
         with self._lock:
-            mine = self._by_owner.setdefault(owner, OrderedDict())
+            if owner not in self._by_owner:
+                self._by_owner[owner] = OrderedDict()
+                self._count(owner, _OWNER_BYTES)
+            mine = self._by_owner[owner]
             for key, value in values.items():
                 if key in mine:
                     self._count(owner, -self._nbytes(key, mine.pop(key)))
                 mine[key] = value
                 self._count(owner, self._nbytes(key, value))
+            heappush(self._by_size, (-self._bytes[owner], owner))
             while self._total_bytes > self._most_bytes:
-                largest = max(self._bytes, key=self._bytes.__getitem__)
-                self._count(largest, -self._nbytes(*self._by_owner[largest].popitem(last=False)))
-                if not self._by_owner[largest]:
-                    del self._by_owner[largest], self._bytes[largest]
+                self._forget_one(self._largest())
+            if len(self._by_size) > 2 * len(self._bytes) + 64:
+                self._by_size = [(-nbytes, one) for one, nbytes in self._bytes.items()]
+                heapify(self._by_size)
+
+    def _largest(self) -> str:
+        """Return who has the most. What stands in the heap may be out of date, but of everybody the present size is there."""
+        while True:
+            negative, owner = self._by_size[0]
+            if self._bytes.get(owner) == -negative:
+                return owner
+            heappop(self._by_size)
+
+    def _forget_one(self, owner: str) -> None:
+        mine = self._by_owner[owner]
+        if mine:
+            self._count(owner, -self._nbytes(*mine.popitem(last=False)))
+        if mine:
+            heappush(self._by_size, (-self._bytes[owner], owner))
+        else:
+            self._total_bytes -= self._bytes.pop(owner)
+            del self._by_owner[owner]
 
     def _count(self, owner: str, nbytes: int) -> None:
         self._bytes[owner] = self._bytes.get(owner, 0) + nbytes

@@ -17,7 +17,7 @@ import msgspec
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
-from headstart.render.plain import load_plain
+from headstart.render.plain import load_plain, writer_of
 from headstart.render.token_bytes import TokenBytes
 from headstart.render.tokenising import Tokeniser
 
@@ -53,6 +53,7 @@ class Renderer:
         self._backend.no_padding()
         self._longest_token_bytes = _longest_token_bytes(self._backend)
         self._tokeniser = Tokeniser(self._backend)
+        self._writer = writer_of(tokenizer)
         self._token_bytes = TokenBytes(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._special_tokens = {str(word.content): int(token) for token, word in added.items() if word.special}
@@ -140,7 +141,7 @@ class Renderer:
 
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self._writer.apply_chat_template(
                     normal,
                     tools=described,
                     add_generation_prompt=add_generation_prompt,

@@ -252,6 +252,7 @@ class Scheduler:
         end = done // self._piece * self._piece
         first = one.stored // self._piece * self._piece
         for group, table in enumerate(tables):  # what slid out of a window cannot be kept, and what comes behind is of no use
+            end = min(end, len(table) * self._block_tokens[group] // self._piece * self._piece)
             at = first // self._block_tokens[group]
             if NULL_BLOCK in table[at : end // self._block_tokens[group]]:
                 end = (at + table[at:].index(NULL_BLOCK)) * self._block_tokens[group] // self._piece * self._piece

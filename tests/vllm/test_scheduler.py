@@ -1,0 +1,169 @@
+"""What is offered to vLLM's scheduler and what workers are told to do, request by request; without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import worker_kit as kit
+
+from headstart.connect.vllm.messages import Handshake
+from headstart.connect.vllm.scheduler import Scheduler
+from headstart.connect.vllm.settings import read_settings
+from headstart.connect.vllm.worker import Worker
+
+TOKENS = 200  # three blocks of 64, and a remainder
+NAME = "model.layers.0.attn"
+
+
+def request(name: str = "it", **more: Any) -> Any:
+    tokens = kit.prompt(TOKENS).array.tolist()
+    plain = {
+        "request_id": name,
+        "prompt_embeds": None,
+        "lora_request": None,
+        "kv_transfer_params": None,
+        "all_token_ids": tokens,
+        "num_tokens": TOKENS,
+        "num_prompt_tokens": TOKENS,
+        "num_computed_tokens": 0,
+        "num_in_flight_tokens": 0,
+        "num_nans_in_logits": 0,
+        "cache_salt": None,
+        "mm_features": [],
+        "session_id": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**{**plain, **more})
+
+
+def step(scheduler: Scheduler, tables: list[list[int]], **counts: int) -> Any:
+    """Have requests compute so many tokens, all of them from their start."""
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in counts],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: tuple(tables)),
+    )
+    return scheduler.orders(scheduled)
+
+
+def came_back(*, received: set[str] = frozenset(), bad: set[int] = frozenset(), failed: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
+    return SimpleNamespace(finished_recving=set(received), invalid_block_ids=set(bad), failed_recving=set(failed))
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """One that has three blocks of the prompt stored."""
+    config = kit.kv_config((kit.gqa_spec(), [NAME]))
+    memory = kit.filled((kit.BLOCKS, 2, 16, 128), seed=0)
+    worker = kit.started(monkeypatch, tmp_path / "kv", config, {NAME: memory})
+    kit.save(worker, kit.prompt(192), range(1, 13))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, worker: Worker) -> Iterator[Scheduler]:
+    scheduler = new(tmp_path)
+    scheduler.shake_hands({(0, 0): told(worker)})
+    yield scheduler
+    scheduler.close()
+
+
+def new(tmp_path: Path, *, ranks: int = 1) -> Scheduler:
+    extra = {"cache.directory": str(tmp_path / "kv"), "cache.capacity": "64MiB", "cache.min_free": "0"}
+    return Scheduler(read_settings(extra), ranks=ranks, block_tokens=[16], save_always=False)
+
+
+def told(worker: Worker) -> Handshake:
+    assert worker.handshake is not None
+    return worker.handshake
+
+
+def test_nothing_is_found_before_every_rank_has_said_how_its_kv_lies(tmp_path: Path, worker: Worker) -> None:
+    scheduler = new(tmp_path, ranks=2)
+    scheduler.shake_hands({(0, 0): told(worker)})
+    assert scheduler.find(request(), 0) == (None, False)
+    scheduler.close()
+
+
+def test_a_prefix_is_as_long_as_the_shortest_of_all_ranks(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = kit.kv_config((kit.gqa_spec(), [NAME]))
+    memory = kit.filled((kit.BLOCKS, 2, 16, 128), seed=0)
+    ranks = [kit.started(monkeypatch, tmp_path / "kv", config, {NAME: memory}, rank=rank, ranks=2) for rank in (0, 1)]
+    kit.save(ranks[0], kit.prompt(192), range(1, 13))
+    kit.save(ranks[1], kit.prompt(128), range(1, 9))
+    scheduler = new(tmp_path, ranks=2)
+    scheduler.shake_hands({(0, rank): told(one) for rank, one in enumerate(ranks)})
+    assert scheduler.find(request(), 0) == (128, True)
+    scheduler.close()
+    for one in ranks:
+        one.close()
+
+
+def test_what_is_stored_is_offered_beyond_what_vllm_has_and_ordered_once_there_are_blocks(scheduler: Scheduler) -> None:
+    asked = request()
+    assert scheduler.find(asked, 64) == (128, True)
+    scheduler.allocated(asked, [list(range(1, 14))], 128)
+    (order,) = step(scheduler, [], other=1).loads
+    assert (order.tables, order.skip, len(order.prompt.tokens)) == ((tuple(range(1, 13)),), 64, 4 * 192)
+    assert step(scheduler, [], other=1).loads == []
+
+
+def test_a_request_whose_load_failed_is_computed_and_what_failed_is_saved_again(scheduler: Scheduler) -> None:
+    asked = request()
+    assert scheduler.find(asked, 0) == (192, True)
+    scheduler.allocated(asked, [list(range(1, 14))], 192)
+    assert len(step(scheduler, []).loads) == 1
+    scheduler.stepped(came_back(received={"it"}, bad={5, 6}))
+    assert scheduler.find(asked, 0) == (0, False)  # or a disk that has what it cannot give would keep it for ever
+    (save,) = step(scheduler, [list(range(1, 14))], it=TOKENS).saves
+    assert (save.first, len(save.prompt.tokens)) == (0, 4 * 192)
+
+
+def test_what_is_stored_is_not_saved_again(scheduler: Scheduler) -> None:
+    asked = request()
+    scheduler.find(asked, 0)
+    scheduler.allocated(asked, [list(range(1, 14))], 192)
+    step(scheduler, [])
+    scheduler.stepped(came_back(received={"it"}))
+    assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []
+
+
+def test_a_request_that_ends_amid_its_load_saves_nothing(scheduler: Scheduler) -> None:
+    asked = request(num_computed_tokens=192)
+    scheduler.find(asked, 0)
+    scheduler.allocated(asked, [list(range(1, 14))], 192)
+    assert scheduler.ended(asked, [list(range(1, 14))]) is False
+    assert step(scheduler, []).saves == []
+
+
+def test_the_end_of_an_answer_is_saved_while_vllm_keeps_its_blocks(scheduler: Scheduler) -> None:
+    asked = request()
+    scheduler.find(asked, 192)
+    asked.all_token_ids = [*asked.all_token_ids, *range(100)]
+    asked.num_tokens = asked.num_computed_tokens = 300
+    assert scheduler.ended(asked, [list(range(1, 20))]) is True
+    (save,) = step(scheduler, []).saves
+    assert (save.first, save.last, len(save.prompt.tokens)) == (192, True, 4 * 256)
+    assert save.tables == (tuple(range(13, 17)),)
+
+
+def test_numbers_that_are_none_are_not_kept(scheduler: Scheduler) -> None:
+    asked = request(num_computed_tokens=200, num_nans_in_logits=3, all_token_ids=list(range(200)))
+    scheduler.find(asked, 0)
+    assert scheduler.ended(asked, [list(range(1, 14))]) is False
+
+
+def test_after_a_reset_nothing_is_found_or_kept(scheduler: Scheduler) -> None:
+    assert scheduler.find(request(), 0) == (192, True)
+    assert scheduler.reset() is True
+    assert scheduler.find(request(), 0) == (0, False)
+    assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []
