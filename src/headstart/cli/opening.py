@@ -16,7 +16,7 @@ from headstart.api.served import Served
 from headstart.api.shared import SharedPrefixes, read_shared
 from headstart.cli.progress import OnProgress
 from headstart.config import Config, parse_quotas
-from headstart.engine.base import Sampling
+from headstart.engine.base import Engine, Sampling
 from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
 from headstart.render import GGUFRenderer, Renderer
@@ -39,8 +39,6 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
 
 
 def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
-    from headstart.engine.torch import open_engine
-
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
         _import_libraries()
@@ -49,14 +47,25 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
     renderer.warm_up()
     file = config.server.shared_prefixes
     shared = SharedPrefixes() if file is None else read_shared(file, renderer)
-    engine = open_engine(folder.path, _with_disk_quotas(config), on_progress=part)
+    settings = _with_disk_quotas(config)
+    engine: Engine
+    cache = None
+    if config.engine.engine == "vllm":
+        from headstart.engine.vllm import open_engine as open_vllm
+
+        engine = open_vllm(folder.path, settings, on_progress=part)
+    else:
+        from headstart.engine.torch import open_engine
+
+        engine = torch_engine = open_engine(folder.path, settings, on_progress=part)
+        cache = torch_engine.cache
     return Served(
         name=folder.name,
         engine=engine,
         renderer=renderer,
         defaults=sampling_defaults(folder.path),
         note=folder.note,
-        cache=engine.cache,
+        cache=cache,
         shared=shared,
         answers=answers_of(renderer, config.server.answers),
     )
@@ -68,6 +77,10 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
     for key, given in (("adapters", config.engine.adapters), ("deterministic", config.engine.deterministic)):
         if given:
             raise ConfigError(f"engine.{key} is not for GGUF models; leave it out, or serve a folder", key=f"engine.{key}")
+    if config.engine.engine == "vllm":
+        raise ConfigError(
+            "GGUF models are not served through vLLM here; leave --engine out, or serve a folder", key="engine.engine"
+        )
     engine = open_engine(file.path, _with_disk_quotas(config), on_progress=part)
     try:
         part("reading the tokenizer", None)
