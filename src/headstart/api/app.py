@@ -101,7 +101,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     def asking(
         parse: Callable[[bytes, Mapping[str, str]], Ask], work: Callable[[Served, Ask], Mapping[str, Any]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        return telling(lambda served, body: work(served, parse(body, {})))
+        return telling(lambda served, body: work(served, service.prompting.as_rendered(parse(body, {}))))
 
     async def count(request: Request) -> Response:
         require_json(request.headers)
