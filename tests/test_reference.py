@@ -19,6 +19,7 @@ from headstart.api import errors as api_errors
 from headstart.api.metrics import _KINDS
 from headstart.cli import INTERRUPTED, cache, cli
 from headstart.cli.diff import DIFFERS
+from headstart.cli.doctor import UNWELL
 from headstart.cli.lazy import LazyGroup
 from headstart.cli.lint import BROKEN
 from headstart.config import settings
@@ -86,7 +87,7 @@ def test_a_table_says_what_the_code_says(table: Callable[[], Iterator[str]]) -> 
 
 def test_every_exit_code_is_told() -> None:
     codes = {kind.exit_code for kind in vars(errors).values() if isclass(kind) and issubclass(kind, HeadstartError)}
-    for code in codes | {0, INTERRUPTED, cache.INCOMPLETE, cache.REPAIRED, cache.DAMAGED, DIFFERS, BROKEN}:
+    for code in codes | {0, INTERRUPTED, cache.INCOMPLETE, cache.REPAIRED, cache.DAMAGED, DIFFERS, BROKEN, UNWELL}:
         assert f"| {code} | " in REFERENCE.partition("## Exit codes")[2].partition("## ")[0], code
 
 

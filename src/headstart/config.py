@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -83,6 +84,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    engine: Annotated[
+        Literal["auto", "vllm"],
+        Meta(description='"auto", or "vllm" for the real vLLM as a child, with headstart\'s store under it'),
+    ] = "auto"
+    python: Annotated[str, Meta(description="with vllm: the Python of the environment that has it; this one if empty")] = ""
+    vllm_arguments: Annotated[
+        str, Meta(extra={"check": "words"}, description="with vllm: what else it is started with, as on its command line")
+    ] = ""
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:N or mps")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -357,6 +366,18 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return found[1].strip("[]"), int(found[2])
 
 
+def parse_words(text: str) -> list[str]:
+    """Return the words of a command line. Raises ConfigError.
+
+    >>> parse_words("--max-num-seqs 3 --name 'a b'")
+    ['--max-num-seqs', '3', '--name', 'a b']
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"a quotation mark is not closed ({error})", text=text) from error
+
+
 def prefer_sleeping_threads() -> None:
     """Ask OpenMP to let idle workers sleep. Must run before torch is imported, or it has no effect.
 
@@ -397,6 +418,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "retention": parse_retention,
     "quotas": parse_quotas,
     "folders": parse_adapters,
+    "words": parse_words,
     "aliases": parse_aliases,
     "rules": parse_rules,
     "endpoint": lambda text: text and parse_endpoint(text),

@@ -49,6 +49,7 @@ class ByteRenderer:
         messages: Sequence[object],
         *,
         tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
         arguments: Mapping[str, object] | None = None,
         join_parts: bool = True,
     ) -> str:

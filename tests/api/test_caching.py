@@ -209,6 +209,49 @@ def test_an_answer_that_was_cut_off_is_not_remembered() -> None:
         body = {"messages": [{"role": "user", "content": "x"}]}
         for more in ({"stop": " "}, {"max_tokens": 3}):
             httpx.post(f"{server.url}/v1/chat/completions", json=body | more).raise_for_status()
-        assert server.service._prompting._answers._kept.owners == 0
+        assert server.service.prompting._answers._kept.owners == 0
         httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
-        assert server.service._prompting._answers._kept.owners == 1
+        assert server.service.prompting._answers._kept.owners == 1
+
+
+def test_what_is_counted_and_rendered_without_generating_is_canonical_too(server: Running) -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1; cch={};"
+    counts = set()
+    for number in ("fa690", "65abc1"):
+        system = [{"type": "text", "text": header.format(number)}, {"type": "text", "text": TEXT, "cache_control": MARK}]
+        body = {"model": "fake", "system": system, "messages": [{"role": "user", "content": "q"}]}
+        told = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body)
+        answer = httpx.post(f"{server.url}/v1/messages", json=body | {"max_tokens": 5})
+        assert "billing-header" in answer.headers["x-headstart-canonical"]
+        counts.add(told.json()["input_tokens"])
+        assert server.engine.submitted[-1].keep_s == 300
+    assert counts == {len(server.engine.submitted[-1].prompt)}
+    assert answer.json()["usage"]["cache_read_input_tokens"] == 192
+
+
+def test_responses_and_messages_take_what_concerns_the_cache(server: Running) -> None:
+    def asked_of(path: str, **body: Any) -> GenerationRequest:
+        answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "fake", **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return server.engine.submitted[-1]
+
+    warm = {"prompt_cache_options": {"prewarm": True, "ttl": "12h"}, "prompt_cache_key": "k"}
+    request = asked_of("responses", input=TEXT, **warm)
+    assert (request.max_tokens, request.keep_s, request.session) == (0, DAY_S / 2, "k")
+    request = asked_of("messages", messages=[{"role": "user", "content": TEXT}], max_tokens=9, **warm)
+    assert (request.max_tokens, request.keep_s) == (0, DAY_S / 2)
+    user = {"metadata": {"user_id": "user_1_session_2"}}
+    assert asked_of("messages", messages=[{"role": "user", "content": TEXT}], max_tokens=9, **user).salt is None
+    here = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [{"type": "input_text", "text": "one ", **here}, {"type": "input_text", "text": "two"}]
+    request = asked_of("responses", input=[{"role": "user", "content": parts}], **EXPLICIT)
+    assert bytes(request.prompt[: request.keep_tokens]).decode() == "<user>one "
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_a_dialect_that_cannot_say_how_far_a_prompt_is_goes_on_as_it_does(server: Running, path: str) -> None:
+    said: dict[str, Any] = {"input": TEXT} if path == "responses" else {"messages": [{"role": "user", "content": TEXT}]}
+    body = {"model": "fake", "max_tokens": 9, "stream": True, "return_progress": True, **said}
+    events = [line for line in httpx.post(f"{server.url}/v1/{path}", json=body).text.splitlines() if line.startswith("event")]
+    assert events[0 if path == "responses" else -1] in ("event: response.created", "event: message_stop")
+    assert server.engine.submitted[-1].progress

@@ -117,7 +117,7 @@ def weathered(folder: Path, model: Path, **storm: float) -> Storm:
         }
     )
     accounts = Accounts(log=UsageLog(folder / "usage", keep_bytes=1 << 30))
-    service = Service(accounts=accounts, max_waiting=48)
+    service = Service(accounts=accounts, max_waiting=70)
     served = open_model(config, on_progress=lambda stage, fraction: None)
     service.ready(served)
     try:
@@ -167,5 +167,5 @@ def test_many_clients_that_leave_when_they_like_leave_nothing_behind(
 def test_ten_minutes_of_many_clients_leave_memory_flat(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:
     storm = weathered(tmp_path, tiny_model_folder("llama"), seconds=600.0)
     quarter = len(storm.resident) // 4
-    early, late = max(storm.resident[:quarter]), max(storm.resident[-quarter:])
-    assert late <= 1.05 * early, (early, late)
+    third, last = max(storm.resident[2 * quarter : 3 * quarter]), max(storm.resident[3 * quarter :])
+    assert last <= 1.02 * third, "what is remembered is bounded, and by half of the time all of it is full"

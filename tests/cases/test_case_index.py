@@ -68,6 +68,8 @@ FILES = {
     "retention": "tier/disk/test_disk_retention.py",
     "recovery": "tier/disk/test_disk_recovery.py",
     "reopen": "tier/disk/test_disk_reopen.py",
+    "template": "diagnose/test_template_check.py",
+    "divergence": "cases/test_prompt_divergence.py",
     "sharing": "tier/disk/test_disk_sharing.py",
     "strangers": "tier/disk/test_disk_strangers.py",
     "pressure": "tier/disk/test_disk_pressure.py",
@@ -273,11 +275,23 @@ C085  A checksum that changes in a billing header is named by diff, and dropped 
       reports · test_a_checksum_in_a_billing_header_is_found_with_both_ids_and_what_it_costs
       canonical · test_the_billing_header_at_the_top_is_dropped_and_nothing_else
       noise · test_rules_that_need_no_memory
+C086  A template that opens an answer with an empty think block, which history lacks, is found before it is served.
+      template · test_an_empty_think_block_that_history_lacks_is_found
 C087  An answer that comes back without the reasoning that led to it hits all the same, as far as the template writes it.
       noise · test_what_was_generated_comes_back_as_clients_write_it
+C089  JSON that is written otherwise in each turn is named as that: order, spacing, escapes, numbers.
+      divergence · test_a_tool_result_that_is_written_otherwise_is_named_as_that
+C090  Tools are rendered as they were sent, never sorted, and a schema in another order is found at its tool.
+      divergence · test_tools_are_rendered_as_they_were_sent_and_a_swapped_schema_is_found_at_its_tool
 C092  Text that the model spelled in its own tokens is told by diff, and found again through what was generated.
       reports · test_the_same_text_in_other_tokens_is_a_finding_of_its_own
       noise · test_generated_tokens
+C093  A clock in the system prompt is named, with its place and where to move it.
+      divergence · test_a_clock_is_named_with_where_to_move_it
+C095  A template that moves the tools as the conversation grows is found.
+      template · test_tools_that_move_to_the_last_message_are_found
+C096  Edits in the middle of a long session are counted, each with what it loses, and all tokens add up.
+      divergence · test_every_edit_in_the_middle_of_a_long_session_is_counted_and_all_tokens_add_up
 C100  Usage is the same streamed and whole, what is written is a part of the prompt, and nothing is counted twice.
       accounts · test_usage_is_the_same_streamed_and_whole
       accounts · test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters
@@ -337,7 +351,6 @@ ELSEWHERE = {
     "keys and endpoints of the server": ("C129",),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
-    "why prompts part": ("C086", "C089", "C090", "C093", "C095", "C096"),
     "usage and prices": ("C098", "C099", "C105"),
     "answers by meaning": ("C130", "C132", "C133", "C134", "C135"),
 }

@@ -107,7 +107,7 @@ class Account:
             cached_disk=usage.cached_disk_tokens if taken else 0,
             written=usage.written_tokens,
             output=usage.output_tokens,
-            kept_output=sum(receipt.kept_output_tokens for receipt in receipts),
+            kept_output=usage.kept_output_tokens,
             first_token_s=receipts[0].first_token_s if receipts else None,
             total_s=time.monotonic() - self.arrived_s,
             engine=_counts_of(receipts),

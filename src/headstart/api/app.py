@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.api import metrics, receipts, tokens
+from headstart.api import metrics, openapi, receipts, tokens
 from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
 from headstart.api.accounts import Account
 from headstart.api.ask import Ask
@@ -61,6 +61,9 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     async def version(request: Request) -> Response:
         return _json({"version": __version__})
 
+    async def described(request: Request) -> Response:
+        return _json(openapi.description())
+
     async def scrape(request: Request) -> Response:
         caller_of(request).require_operator()
         text = await asyncio.to_thread(service.metrics.exposition)
@@ -98,7 +101,15 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     def asking(
         parse: Callable[[bytes, Mapping[str, str]], Ask], work: Callable[[Served, Ask], Mapping[str, Any]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        return telling(lambda served, body: work(served, parse(body, {})))
+        return telling(lambda served, body: work(served, service.prompting.as_rendered(parse(body, {}))))
+
+    async def count(request: Request) -> Response:
+        require_json(request.headers)
+        served = service.require_served()
+        with service.holding_body() as more:
+            body = await _body(request, more, most=BODY_BYTES)
+            ask = replace(messages.parse_to_count(body, request.headers), caller=caller_of(request))
+            return _json({"input_tokens": await service.off_loop(service.count, served, ask)})
 
     def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         return partial(answer, dialect)
@@ -151,6 +162,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/health", health),
             Route("/ready", ready),
             Route("/version", version),
+            Route("/openapi.json", described),
             Route("/metrics", scrape),
             Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/models", models),
@@ -159,7 +171,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/v1/completions", answering(completions), methods=["POST"]),
             Route("/v1/responses", answering(responses), methods=["POST"]),
             Route("/v1/messages", answering(messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", asking(messages.parse_to_count, tokens.counted), methods=["POST"]),
+            Route("/v1/messages/count_tokens", count, methods=["POST"]),
             Route("/v1/chat/completions/render", asking(chat.parse, tokens.rendered), methods=["POST"]),
             Route("/v1/completions/render", asking(completions.parse, tokens.rendered), methods=["POST"]),
             Route("/tokenize", telling(tokens.tokenise), methods=["POST"]),

@@ -211,6 +211,7 @@ class Generation:
             receipt,
             output_tokens=sum(answer.completion_tokens for answer in self.answers),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+            kept_output_tokens=sum(answer.receipt.kept_output_tokens for answer in self.answers if answer.receipt is not None),
         )
 
     def __enter__(self) -> Generation:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -54,6 +54,13 @@ class Prompting:
         ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
         keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
         return Prompt(ids, len(text), digest_of(text), made.acted | spliced.acted, keep_tokens)
+
+    def as_rendered(self, ask: Ask) -> Ask:
+        """Return what is asked for in canonical form, as far as that needs nothing that was generated."""
+        if ask.messages is None:
+            return ask
+        made = canonical(ask.messages, ask.tools, self._rules)
+        return replace(ask, messages=tuple(made.messages), tools=None if made.tools is None else tuple(made.tools))
 
     def heard(self, served: Served, ask: Ask, prompt: Prompt, tokens: Sequence[int], **said: Any) -> None:
         """Remember an answer that ended by itself. `said`: what was read in it, as in `Generated`."""

@@ -70,7 +70,7 @@ class Service:
         self.metrics = Metrics(self)
         self.created = int(time.time())
         self._max_waiting = max_waiting
-        self._prompting = Prompting(canonical)
+        self.prompting = Prompting(canonical)
         self._longest_promise_s = longest_promise_s
         self._state: Loading | Served | HeadstartError = Loading("starting", None)
         self._closing = False
@@ -185,7 +185,7 @@ class Service:
             prompt, answering = await self.off_loop(self._prepared, served, ask)
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
-                if said := await self.off_loop(_about_tools, self._prompting, served, ask, prompt.ids):
+                if said := await self.off_loop(_about_tools, self.prompting, served, ask, prompt.ids):
                     self._log_once(said)
             self.require_served()  # the server may have begun to go down meanwhile
             account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
@@ -202,7 +202,7 @@ class Service:
                 answering,
                 account=account,
                 keepalive_s=self.keepalive_s,
-                on_heard=partial(self._prompting.heard, served, ask, prompt),
+                on_heard=partial(self.prompting.heard, served, ask, prompt),
                 on_answer=self._ended,
                 on_landed=self._landed,
                 on_whole=partial(self._keep, ask) if ask.keep else None,
@@ -228,6 +228,10 @@ class Service:
         if left_s <= 0:
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
         return left_s
+
+    def count(self, served: Served, ask: Ask) -> int:
+        """Return how many tokens the prompt of `ask` has. Takes a while for a long one; for `off_loop`."""
+        return len(self.prompting.prompt(served, ask).ids)
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
         """Return what `work` returns, run beside the loop, a few at a time."""
@@ -309,7 +313,7 @@ class Service:
         log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
     def _prepared(self, served: Served, ask: Ask) -> tuple[Prompt, Answering]:
-        prompt = self._prompting.prompt(served, ask)
+        prompt = self.prompting.prompt(served, ask)
         return prompt, Answering(served, ask, prompt.ids)
 
     def _caching(self, request: GenerationRequest, ask: Ask, prompt: Prompt) -> GenerationRequest:

@@ -62,6 +62,9 @@ async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
             if piece is None:
                 yield shape.quiet()
                 continue
+            if piece.progress is not None:  # not every dialect can say how far a prompt is
+                yield b"".join(shape.piece(piece)) or shape.quiet()
+                continue
             beginning = b"" if begun else b"".join(shape.begin(generation.usage()))
             begun = True
             if written := beginning + b"".join(shape.piece(piece)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -88,9 +87,3 @@ def rendered(served: Served, ask: Ask) -> dict[str, Any]:
         "count": len(ids),
         "max_model_len": served.engine.info.context_tokens,
     }
-
-
-def counted(served: Served, ask: Ask) -> Mapping[str, int]:
-    """Return how many tokens the prompt of `ask` has, as Anthropic's clients ask for it."""
-    assert ask.messages is not None
-    return {"input_tokens": len(served.renderer.chat(ask.messages, tools=ask.tools, arguments=ask.template))}

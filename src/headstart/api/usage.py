@@ -18,6 +18,7 @@ class Usage:
     written_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0  # of the output
+    kept_output_tokens: int = 0  # of the output: accepted for keeping, which is no part of what is written
     clamped: bool = False  # the engine's numbers did not add up; these do
 
     def __post_init__(self) -> None:
@@ -26,7 +27,7 @@ class Usage:
         assert self.reasoning_tokens <= self.output_tokens
 
     @classmethod
-    def of(cls, receipt: Receipt, *, output_tokens: int, reasoning_tokens: int = 0) -> Usage:
+    def of(cls, receipt: Receipt, *, output_tokens: int, reasoning_tokens: int = 0, kept_output_tokens: int = 0) -> Usage:
         """Return what a receipt says. Numbers that cannot be are cut to what can, and fail no request."""
         prompt = max(0, receipt.prompt_tokens)
         memory = min(max(0, receipt.cached_memory_tokens), prompt)
@@ -40,6 +41,7 @@ class Usage:
             written_tokens=written,
             output_tokens=output_tokens,
             reasoning_tokens=min(reasoning_tokens, output_tokens),
+            kept_output_tokens=kept_output_tokens,
             clamped=said != (prompt, memory, disk, written),
         )
 

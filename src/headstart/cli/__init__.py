@@ -2,7 +2,7 @@
 
 An error that headstart raises on purpose ends a command with its one sentence on stderr and its exit code: 2 wrong use,
 3 something missing on this machine, 4 a medium or network that failed, 130 interrupted, 143 terminated; `cache` has three
-more, and `diff` one. Tracebacks are for bugs.
+more, and `diff`, `lint` and `doctor` one each. Tracebacks are for bugs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _COMMANDS = {
     "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
     "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
+    "record": ("headstart.cli.record:record", "Pass requests on to a server and keep what lint needs of them."),
+    "doctor": ("headstart.cli.doctor:doctor", "Tell whether a model's chat template and the cache's disk are fit for a cache."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }

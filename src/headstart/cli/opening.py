@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -14,11 +16,13 @@ from headstart.api.served import Served
 from headstart.api.shared import SharedPrefixes, read_shared
 from headstart.cli.progress import OnProgress
 from headstart.config import Config, parse_quotas
-from headstart.engine.base import Sampling
+from headstart.engine.base import Engine, Sampling
 from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
 from headstart.render import GGUFRenderer, Renderer
 from headstart.render.answers import Family, family_named, family_of
+
+log = logging.getLogger("headstart")
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -35,8 +39,6 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
 
 
 def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
-    from headstart.engine.torch import open_engine
-
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
         _import_libraries()
@@ -45,14 +47,25 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
     renderer.warm_up()
     file = config.server.shared_prefixes
     shared = SharedPrefixes() if file is None else read_shared(file, renderer)
-    engine = open_engine(folder.path, _with_disk_quotas(config), on_progress=part)
+    settings = _with_disk_quotas(config)
+    engine: Engine
+    cache = None
+    if config.engine.engine == "vllm":
+        from headstart.engine.vllm import open_engine as open_vllm
+
+        engine = open_vllm(folder.path, settings, on_progress=part)
+    else:
+        from headstart.engine.torch import open_engine
+
+        engine = torch_engine = open_engine(folder.path, settings, on_progress=part)
+        cache = torch_engine.cache
     return Served(
         name=folder.name,
         engine=engine,
         renderer=renderer,
         defaults=sampling_defaults(folder.path),
         note=folder.note,
-        cache=engine.cache,
+        cache=cache,
         shared=shared,
         answers=answers_of(renderer, config.server.answers),
     )
@@ -64,6 +77,10 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
     for key, given in (("adapters", config.engine.adapters), ("deterministic", config.engine.deterministic)):
         if given:
             raise ConfigError(f"engine.{key} is not for GGUF models; leave it out, or serve a folder", key=f"engine.{key}")
+    if config.engine.engine == "vllm":
+        raise ConfigError(
+            "GGUF models are not served through vLLM here; leave --engine out, or serve a folder", key="engine.engine"
+        )
     engine = open_engine(file.path, _with_disk_quotas(config), on_progress=part)
     try:
         part("reading the tokenizer", None)
@@ -89,9 +106,11 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
 
 def answers_of(renderer: Renderer, named: str) -> Family | None:
     """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
-    if named != "auto":
-        return family_named(named)
-    return family_of(renderer.template, own=renderer.response_template)
+    family = family_named(named) if named != "auto" else family_of(renderer.template, own=renderer.response_template)
+    if family is not None and find_spec("transformers") is None:
+        log.warning("reasoning and tool calls are given as text: to read them, pip install 'headstart[render]'")
+        return None
+    return family
 
 
 def _with_disk_quotas(config: Config) -> Config:

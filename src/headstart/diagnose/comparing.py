@@ -117,6 +117,8 @@ def _broken(a: Entry, b: Entry, cause: Cause, path: str, n: int) -> Break | None
     assert b.kept is not None
     known = {piece.name for piece in a.kept.pieces[n:]}
     alike = sum(piece.chars for piece in b.kept.pieces[n:] if piece.name in known)
+    if a.kept.pieces[n:] and b.kept.pieces[n:] and _spelled(a.kept.pieces[n], b.kept.pieces[n]) is cause:
+        alike += b.kept.pieces[n].chars  # all but a value in it
     chars = sum(piece.chars for piece in b.kept.pieces)
     tokens = alike * b.kept.tokens // max(1, chars)
     return Break(a.id, b.id, (Lost(cause, place_class(path), path, tokens, ""),)) if tokens else None

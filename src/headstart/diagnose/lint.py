@@ -37,7 +37,7 @@ _SEGMENTS = 8_000_000  # names of pieces and lines that are remembered
 _RECENT = 2048  # prompts of which all names are at hand
 _SESSIONS = 100_000
 _ASKED = 4  # earlier prompts of which all names are compared
-_SLACK_CHARS = 256  # of text in common that a prompt did not find again, from where on it is compared
+_SLACK_CHARS = 96  # of text in common that a prompt did not find again, from where on it is compared
 _WHYS = 5
 
 

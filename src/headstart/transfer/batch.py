@@ -174,14 +174,14 @@ class Batch:
         heads, first_part = len(self._heads), self._parts_of_heads
         try:
             table, parts, which = lay_out(self._heads, self._raws, self._plans, rest=True, first_part=first_part)
+            self._tables["requests"][heads:], self._tables["parts"][first_part:] = table, parts
+            self._request_extents += table["extent"].tolist()
+            self._which += which
         except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
             self.pool.counters.add("job_errors")
             _log.exception("a load could not be laid out")
             self._leave_rest(error)
             return
-        self._tables["requests"][heads:], self._tables["parts"][first_part:] = table, parts
-        self._request_extents += table["extent"].tolist()
-        self._which += which
         self._reader.go_on(self._batch)
 
     def work(self, staging: Staging | None) -> bool:

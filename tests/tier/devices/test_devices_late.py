@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -83,6 +84,38 @@ def test_a_start_on_a_full_disk_is_made_up_for_when_there_is_room(tmp_path: Path
         assert whole(tier, prompt(3))
         assert tier.check() == []
         assert caplog.text.count("can be used now") == 1
+
+
+def test_a_set_of_which_no_device_can_be_opened_at_the_start_is_made_up_for(tmp_path: Path) -> None:
+    clock, full = Clock(), [True]
+
+    def open_directory(path: Path, nbytes: int) -> DiskTier:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return DiskTier.open(path, capacity_bytes=nbytes, clock=clock)
+
+    with closing(
+        DeviceTier.open(
+            [tmp_path / "a", tmp_path / "b"],
+            open_directory=open_directory,
+            capacities=lambda rooms: [EACH] * len(rooms),
+            clock=clock,
+            look_s=NEVER_S,
+            patient=True,
+        )
+    ) as tier:
+        lives_without(tier)
+        assert tier.statistics().paused == "not there"
+        assert len(tier.warnings) == 2
+        later(tier, clock)
+        lives_without(tier)
+        full.clear()
+        later(tier, clock)
+        assert len(tier.devices) == 2
+        write(tier, prompt(3))
+        assert whole(tier, prompt(3))
+        assert tier.statistics().paused == ""
+        assert tier.check() == []
 
 
 def test_whoever_does_not_wait_is_told_at_once(tmp_path: Path) -> None:

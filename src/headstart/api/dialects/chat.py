@@ -200,7 +200,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cached_disk_tokens": usage.cached_disk_tokens,
             "cache_write_tokens": usage.written_tokens,  # clients add it up, so never absent
         },
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, "kept_tokens": usage.kept_output_tokens},
         "prompt_cache_hit_tokens": usage.cached_tokens,
         "prompt_cache_miss_tokens": usage.prompt_tokens - usage.cached_tokens,
     }

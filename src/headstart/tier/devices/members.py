@@ -97,13 +97,13 @@ class Members:
         """Open every device. Raises StoreError, OSError or ValueError where not one can be had. `patient`: what may pass by
         itself is said, and `look` tries again."""
         try:
-            self._begin()
+            self._begin(patient=patient)
         except (StoreError, OSError) as error:
             if not (patient and may_pass(error)):
                 raise
             self._wait_for(error)
 
-    def _begin(self) -> None:
+    def _begin(self, *, patient: bool) -> None:
         try:
             if len(self._configured) == 1 and not self._has_list(self._configured[0]):
                 self._start_single(Device(self._configured[0], clock=self._clock))
@@ -112,6 +112,8 @@ class Members:
             for sentence in said:
                 self._warn(sentence)
             self._open(self._listed.used)
+            if not self.devices and patient:
+                return  # they are looked for as those are that went
             if not self.devices:
                 told = "; ".join(self.warnings)
                 raise TierUnavailable(f"no device of {len(self._listed.used)} can be used: {told}", tier="disk")
@@ -125,12 +127,13 @@ class Members:
         self._retry_due = self._clock() + RETRY_S
         self._late.clear()
         try:
-            self._begin()
+            self._begin(patient=True)
         except (StoreError, OSError, ValueError) as error:
             self._wait_for(error)
             return
         self._not_begun = ""
-        log.warning("disk tier: %s can be used now", ", ".join(str(device.path) for device in self.devices))
+        if self.devices:
+            log.warning("disk tier: %s can be used now", ", ".join(str(device.path) for device in self.devices))
 
     def _wait_for(self, error: StoreError | OSError | ValueError) -> None:
         self._not_begun = f"it could not be opened yet ({why(error)}), and is tried again every {RETRY_S:.0f} s"
