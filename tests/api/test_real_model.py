@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,29 @@ def test_sampling_follows_the_models_makers_unless_asked_otherwise(tmp_path: Pat
     file.write_text('{"do_sample": ')
     with pytest.raises(ModelError, match=r"generation_config.json cannot be read"):
         sampling_defaults(tmp_path)
+
+
+def test_a_random_model_writes_json_of_a_schema_and_calls_with_arguments_of_theirs(server: Listening) -> None:
+    place = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rom", "Köln"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 200}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": place, "strict": True}}
+    tool = {"type": "function", "function": {"name": "visit", "parameters": place}}
+    with server.client() as client:
+        for temperature in (0.0, 1.5):
+            told = client.chat.completions.create(**asked, temperature=temperature, response_format=form, n=2, seed=1)
+            texts = [choice.message.content for choice in told.choices]
+            message = client.chat.completions.create(
+                **asked, temperature=temperature, tools=[tool], tool_choice="required", parallel_tool_calls=False
+            ).choices[0]
+            assert message.finish_reason == "tool_calls"
+            texts += [call.function.arguments for call in message.message.tool_calls or ()]
+            assert len(texts) == 3
+            for text in texts:
+                value = json.loads(text or "")
+                assert value["city"] in ("Rom", "Köln")
+                assert 1 <= value["days"] <= 9

@@ -8,6 +8,7 @@ nothing of these   reasoning alone is told from text
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from headstart.api.served import Served
 from headstart.engine.base import Constraint
 from headstart.errors import RequestError
 from headstart.render.answers import PLAIN, AnswerReader
-from headstart.render.constraints import Grammar
+from headstart.render.constraints import Grammar, Held
 from headstart.render.messages import normal_tools
 
+_NAME = re.compile(r"[\w.:/-]{1,256}", re.ASCII)
 _PROMPT_END = 24  # tokens, in which a template's marks before the answer lie
 
 
@@ -26,11 +28,11 @@ class Answering:
     """Made off the loop: a large schema takes a while. Raises RequestError for what cannot be held to."""
 
     def __init__(self, served: Served, ask: Ask, prompt: Sequence[int]) -> None:
-        self._served = served
         self._prompt_end = ""
+        self._held: Held | None = None
         self._family = served.answers if ask.messages is not None else None
         self._tools: list[dict[str, Any]] = []
-        self._grammar: Grammar | None = None
+        grammar: Grammar | None = None
         if ask.messages is None:
             return
         tools = normal_tools(ask.tools) or []
@@ -41,20 +43,26 @@ class Answering:
         if missing or (choice.mode == "required" and not self._tools):
             named = f"{missing[0]!r}, which is not among tools" if missing else "a call, but there are no tools"
             raise RequestError(f"tool_choice asks for {named}", param="tool_choice")
+        if choice.mode == "required" or ask.format is not None:
+            wrong = next((name for name in map(_name, self._tools) if not _NAME.fullmatch(name)), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"tools has a function named {wrong[:64]!r}; use letters, digits and _ . : / -", param="tools"
+                )
         if choice.mode == "required":
             if self._family is None or self._family.writing is None:
                 self._family = PLAIN
-            self._grammar = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
+            grammar = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
         elif ask.format is not None:
             calls = None
             if self._tools and self._family is not None and self._family.writing is not None:
                 calls = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
-            self._grammar = served.constraints.json(
-                ask.format.schema, strict=ask.format.strict, param=ask.format.param, unless=calls
-            )
+            grammar = served.constraints.json(ask.format.schema, strict=ask.format.strict, param=ask.format.param, unless=calls)
         if self._family is not None:
             self._prompt_end = served.renderer.decode(prompt[-_PROMPT_END:], special=True)
-        self.constraint()  # what cannot be held to is told now
+        if grammar is not None:  # what cannot be held to is told now
+            constraints = served.constraints
+            self._held = constraints.constraint(grammar, self._family, prompt_end=self._prompt_end)
 
     @property
     def reads(self) -> bool:
@@ -63,7 +71,7 @@ class Answering:
 
     @property
     def held(self) -> bool:
-        return self._grammar is not None
+        return self._held is not None
 
     def reader(self) -> AnswerReader | None:
         """Return what reads one answer."""
@@ -73,9 +81,7 @@ class Answering:
 
     def constraint(self) -> Constraint | None:
         """Return what one answer is held to."""
-        if self._grammar is None:
-            return None
-        return self._served.constraints.constraint(self._grammar, self._family, prompt_end=self._prompt_end)
+        return None if self._held is None else self._held.again()
 
 
 def _name(tool: Mapping[str, Any]) -> str:

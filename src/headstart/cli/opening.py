@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,8 @@ from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
 from headstart.render import GGUFRenderer, Renderer
 from headstart.render.answers import Family, family_named, family_of
+
+log = logging.getLogger("headstart")
 
 
 def open_model(config: Config, *, on_progress: OnProgress) -> Served:
@@ -102,9 +106,11 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
 
 def answers_of(renderer: Renderer, named: str) -> Family | None:
     """Return how the model's answers are read: as `server.answers` says, as the model does, or as its chat template tells."""
-    if named != "auto":
-        return family_named(named)
-    return family_of(renderer.template, own=renderer.response_template)
+    family = family_named(named) if named != "auto" else family_of(renderer.template, own=renderer.response_template)
+    if family is not None and find_spec("transformers") is None:
+        log.warning("reasoning and tool calls are given as text: to read them, pip install 'headstart[render]'")
+        return None
+    return family
 
 
 def _with_disk_quotas(config: Config) -> Config:

@@ -11,14 +11,16 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headstart.errors import MissingExtra, RequestError
+from headstart.errors import RequestError
 from headstart.render.answers import Family
 from headstart.render.renderer import Tokens
 
-SCHEMA_BYTES = 256 << 10
+SCHEMA_BYTES = 64 << 10  # a thousand properties, of which a grammar is made in a second
+SCHEMA_DEPTH = 100
 
 # One line, as models write it: white space without end would be allowed otherwise, and weak models take that road.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -106,6 +108,8 @@ class Constraints:
     def _json(self, schema: object, *, strict: bool, param: str) -> str:
         if not isinstance(schema, Mapping):
             raise RequestError(f"{param} must be a JSON schema, which is an object", param=param)
+        if _depth(schema) > SCHEMA_DEPTH:
+            raise RequestError(f"{param} is nested more than {SCHEMA_DEPTH} levels deep", param=param)
         text = json.dumps({**schema, "x-guidance": {**_ONE_LINE, "lenient": not strict}}, ensure_ascii=False)
         if len(text) > SCHEMA_BYTES:
             raise RequestError(f"{param} is larger than {SCHEMA_BYTES >> 10} KiB", param=param)
@@ -140,6 +144,12 @@ class Held:
         self._closes = closes.encode()
         self._tail = b""
 
+    def again(self) -> Held:
+        """Return another that stands where this one does."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
     def allowed(self) -> bytes | None:
         if self._free_until:
             return None
@@ -164,12 +174,22 @@ class Held:
             raise ValueError(f"token {token} does not go on: {self._matcher.get_error() or 'it was not allowed'}")
 
 
+def _depth(value: object) -> int:
+    """Return how deep a JSON value is nested, without going there by calls."""
+    depth, level = 0, [value]
+    while level and depth <= SCHEMA_DEPTH:
+        depth += 1
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        level = [value for values in inner for value in values]
+    return depth
+
+
 def _tokenizer(renderer: Vocabulary) -> Any:
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
-        raise MissingExtra(
-            "holding answers to a schema needs llguidance: pip install 'headstart[render]'", extra="render"
+        raise RequestError(
+            "holding answers to a form needs llguidance on the server: pip install 'headstart[render]'", code="not_installed"
         ) from error
     return LLTokenizer(
         TokenizerWrapper(_Words(renderer)), eos_token=sorted(renderer.stop_ids), slices=LLTokenizer.json_slices()

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headstart.errors import MissingExtra
+from headstart.errors import RequestError
 from headstart.render.answers.families import Family
 from headstart.render.answers.parts import Call, Part, Reasoning, Text, call_id
 
@@ -78,8 +78,8 @@ class AnswerReader:
         try:
             from transformers.utils.chat_parsing import ResponseParser
         except ImportError as error:
-            raise MissingExtra(
-                "reading tool calls needs transformers: pip install 'headstart[render]'", extra="render"
+            raise RequestError(
+                "reading tool calls needs transformers on the server: pip install 'headstart[render]'", code="not_installed"
             ) from error
         fields = {
             name: field for name, field in self._family.fields.items() if self._tools or _kind(name) not in ("calls", "mark")
