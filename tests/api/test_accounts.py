@@ -97,6 +97,12 @@ def test_without_a_key_nothing_is_told_but_that_the_server_lives(
         assert refusal.json()["error"]["code"] == "invalid_api_key"
         assert refusal.json()["error"]["type"] == "authentication_error"
         assert refusal.headers["x-request-id"]
+        asked_in_anthropic_s = http.post("/v1/messages", json={})
+        assert asked_in_anthropic_s.status_code == 401
+        assert asked_in_anthropic_s.json()["type"] == "error"
+        assert asked_in_anthropic_s.json()["error"]["type"] == "authentication_error"
+        for path in ("/v1/responses", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/completions/render"):
+            assert http.post(path, json={}).status_code == 401
         with server.client(key="hs-none-wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
 

@@ -216,7 +216,7 @@ def test_what_is_no_request_is_counted_and_told(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("a.jsonl", b"", "is empty"),
-        ("a.gz", gzip.compress(b'{"messages": []}' * 99)[:-20], "is no whole gzip file"),
+        ("a.gz", gzip.compress(b'{"messages": []}' * 99, mtime=0)[:-20], "is no whole gzip file"),
         ("a.json", b'[{"messages": [', "within an object"),
     ],
 )

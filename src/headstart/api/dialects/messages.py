@@ -249,6 +249,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": usage.written_tokens,
         "cache_creation": {"ephemeral_5m_input_tokens": usage.written_tokens, "ephemeral_1h_input_tokens": 0},
         "output_tokens": usage.output_tokens,
+        "cached_memory_tokens": usage.cached_memory_tokens,
+        "cached_disk_tokens": usage.cached_disk_tokens,
+        "kept_tokens": usage.kept_output_tokens,
     }
 
 

@@ -301,7 +301,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cache_write_tokens": usage.written_tokens,
         },
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, "kept_tokens": usage.kept_output_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }
 
