@@ -118,6 +118,12 @@ def test_there_are_at_least_three_hundred_pairs_over_every_cause() -> None:
     found = [pair for kind in KINDS for pair in labelled(kind)]
     assert len(found) >= 300
     elsewhere = {Cause.BOS, Cause.SAME_TEXT, Cause.SHORT}  # made of token ids, in test_report.py
-    elsewhere |= {Cause.BELOW_MINIMUM, Cause.NO_BREAKPOINT, Cause.FAR_BREAKPOINT, Cause.LAPSED, Cause.CONCURRENT}  # test_lint.py
+    elsewhere |= {
+        Cause.BELOW_MINIMUM,
+        Cause.NO_BREAKPOINT,
+        Cause.FAR_BREAKPOINT,
+        Cause.LAPSED,
+        Cause.CONCURRENT,
+    }  # test_lint.py
     elsewhere |= set(LOST)  # a server's: api/test_why.py
     assert {pair.cause for pair in found} | elsewhere >= set(Cause)
