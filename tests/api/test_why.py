@@ -6,14 +6,16 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
+import anthropic
 import httpx
 import pytest
 
-from api.serving import Listening, listening, running
+from api.serving import ByteRenderer, Listening, Running, listening, running
 from headstart.api.accounts import Accounts
 from headstart.api.ask import Ask
 from headstart.api.asked import AskedPrompts
@@ -21,9 +23,11 @@ from headstart.api.keyring import Keyring
 from headstart.api.keys import append_key, make_key
 from headstart.api.service import Service
 from headstart.cli import run_cli
+from headstart.cli.diff import DIFFERS
 from headstart.cli.opening import open_model
 from headstart.config import load_config
 from headstart.policy.loading import Plan
+from headstart.render import Renderer
 from headstart.testing.fake_engine import FakeEngine
 from headstart.tier.base import ExtentId, WriteOutcome
 
@@ -348,3 +352,115 @@ def test_the_command_tells_it_for_people_and_as_json(server: Asking, capsys: pyt
     assert "there is no request 'nobody'" in capsys.readouterr().err
     assert run_cli(["why", id, "--url", "http://127.0.0.1:9"]) == 4
     assert "no server answers" in capsys.readouterr().err
+
+
+def test_diff_takes_requests_of_a_running_server(server: Asking, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (f"request:{server.ask(chat(second))['id']}" for second in (1, 2))
+    assert run_cli(["diff", a, b, "--url", server.url, "--model", str(folder), "--json"]) == DIFFERS
+    report = json.loads(capsys.readouterr().out)
+    assert report["findings"][0]["cause"] == "time"
+    assert run_cli(["diff", a, a, "--url", server.url]) == 0
+    assert "the same to the end" in capsys.readouterr().out
+    assert run_cli(["diff", a, "request:none", "--url", server.url]) == 3
+    assert "no request 'none'" in capsys.readouterr().err
+
+
+def test_diff_says_which_setting_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeEngine()) as server, server.client() as client:
+        id = client.completions.create(model="fake", prompt=LONG, max_tokens=2).id
+        assert run_cli(["diff", f"request:{id}", f"request:{id}", "--url", server.url]) == 3
+        assert "server.keep_prompts" in capsys.readouterr().err
+
+
+class TellingRenderer(ByteRenderer):
+    """Its template writes tools and arguments, too."""
+
+    def write(self, messages: Any, *, tools: Any = None, arguments: Any = None, **more: Any) -> str:
+        return json.dumps([tools, arguments or {}]) + super().write(messages, **more)
+
+
+@contextmanager
+def telling() -> Iterator[Running]:
+    with running(FakeEngine()) as server:
+        model = server.service.served
+        assert model is not None
+        server.service.ready(replace(model, renderer=cast(Renderer, TellingRenderer())))
+        yield server
+
+
+TOOLS: Any = [{"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ("cache_hit", None)),
+        ({"tools": TOOLS}, ("cache_miss", "tools_changed")),
+        ({"instructions": "Another one"}, ("cache_miss", "input_changed")),
+        ({"input": LONG[:100] + "!" + LONG}, ("cache_miss", "input_changed")),
+        ({"reasoning": {"effort": "low"}}, ("cache_miss", "reasoning_effort_changed")),
+        ({"extra_body": {"cache_salt": "own"}}, ("cache_miss", "prompt_cache_key_changed")),
+        ({"forget": True}, ("unavailable", None)),
+        ({"compare_with": "resp_none"}, ("comparison_response_not_found", None)),
+    ],
+    ids=lambda value: next(iter(value), "same") if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_compared_with_the_one_that_its_client_names(
+    change: dict[str, Any], told: tuple[str, str | None], stream: bool
+) -> None:
+    def ask(compare_with: str | None = None, forget: bool = False, **more: Any) -> Any:
+        if forget:
+            server.engine._stored.clear()
+        body = more.pop("extra_body", {}) | (
+            {"prompt_cache_options": {"comparison_response_id": compare_with}} if compare_with else {}
+        )
+        asked = {"model": "fake", "input": LONG, "instructions": "Be brief. " * 20, "max_output_tokens": 4, **more}
+        if not stream:
+            return client.responses.create(**asked, extra_body=body)
+        events = list(client.responses.create(**asked, extra_body=body, stream=True))
+        return events[-1].response
+
+    with telling() as server, server.client() as client:
+        first = ask()
+        assert first.prompt_cache_diagnostics is None
+        found = ask(**{"compare_with": first.id, **change}).prompt_cache_diagnostics
+        assert (found.type, getattr(found, "reason", None)) == told
+        if found.type == "cache_miss":
+            assert 0 < found.cache_missed_tokens <= found.comparison_reusable_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"tools": [{"name": "clock", "input_schema": {"type": "object"}}]}, "tools_changed"),
+        ({"system": "Another one. " + "Be brief. " * 20}, "system_changed"),
+        ({"messages": [{"role": "user", "content": "x" + LONG}]}, "messages_changed"),
+        ({"extra_body": {"cache_salt": "own"}}, "unavailable"),
+        ({"diagnostics": {"previous_message_id": "msg_none"}}, "previous_message_not_found"),
+        ({"diagnostics": {"previous_message_id": None}}, None),
+    ],
+    ids=lambda value: next(iter(value), "same") if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_compared_with_the_one_that_its_client_names(
+    change: dict[str, Any], told: str | None, stream: bool
+) -> None:
+    def ask(**more: Any) -> Any:
+        messages = [{"role": "user", "content": LONG}]
+        asked = {"model": "fake", "messages": messages, "system": "Be brief. " * 20, "max_tokens": 4, **more}
+        if not stream:
+            return client.messages.create(**asked)
+        return next(event.message for event in client.messages.create(**asked, stream=True) if event.type == "message_start")
+
+    with (
+        telling() as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        first = ask()
+        assert first.diagnostics is None
+        found = ask(**{"diagnostics": {"previous_message_id": first.id}, **change}).diagnostics
+        assert (None if found is None else found.cache_miss_reason.type) == told
+        if told is not None and told.endswith("_changed"):
+            assert found.cache_miss_reason.cache_missed_input_tokens > 0

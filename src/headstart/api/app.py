@@ -97,6 +97,15 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             )
         return _json(told)
 
+    async def token_ids(request: Request) -> Response:
+        id = request.path_params["id"]
+        found = service.asked.get(id, caller_of(request).tenant)
+        if found is None or found.ids is None:
+            why = "is remembered" if service.asked.keep_ids else "has its token ids kept (server.keep_prompts)"
+            raise NoSuchReceipt(f"there is no request {id[:64]!r} that {why}", code="not_found")
+        ids = found.ids[: found.prompt_tokens].tolist()
+        return _json({"id": id, "object": "headstart.tokens", "prompt_token_ids": ids})
+
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
 
@@ -144,7 +153,9 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             raise
         with ExitStack() as until_answered:
             until_answered.enter_context(generation)
-            shape = dialect.shape(ask, About(generation.id, int(time.time()), account.model))
+            shape = dialect.shape(
+                ask, About(generation.id, int(time.time()), account.model, partial(service.diagnosis, generation.id, ask))
+            )
             if ask.stream:
                 timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
                 stream = EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
@@ -180,6 +191,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/metrics", scrape),
             Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/headstart/requests/{id}/why", why),
+            Route("/v1/headstart/requests/{id}/tokens", token_ids),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),

@@ -111,14 +111,19 @@ class AskedPrompts:
             ),
         )
 
+    def get(self, id: str, tenant: str) -> Asked | None:
+        """Return a tenant's prompt; None where it is not remembered."""
+        self._expire()
+        return self._of(tenant).get(id)
+
     def find(self, id: str, tenant: str) -> tuple[Asked, list[Asked]] | None:
         """Return a tenant's prompt and those that were asked before it, oldest first; None where it is not remembered."""
-        self._expire()
-        kept = self._of(tenant)
-        asked = kept.get(id)
+        asked = self.get(id, tenant)
         if asked is None:
             return None
-        return asked, sorted((one for one in kept.values() if one.asked_s < asked.asked_s), key=lambda one: one.asked_s)
+        return asked, sorted(
+            (one for one in self._of(tenant).values() if one.asked_s < asked.asked_s), key=lambda one: one.asked_s
+        )
 
     def _of(self, tenant: str) -> dict[str, Asked]:
         return self._kept.get(tenant) or {}

@@ -39,12 +39,14 @@ class Control(msgspec.Struct):
 class Caching:
     """`explicit`: nothing is looked for and kept beyond the last breakpoint, nor at all where there is none. `keep_s`: for how
     long what is kept is promised at least. `prewarm`: the prompt is computed and kept, and nothing is generated. `session`: the
-    conversation that the request belongs to, by the name that the client gave."""
+    conversation that the request belongs to, by the name that the client gave. `compare_with`: the id of an earlier answer that
+    the client would have this request compared with; None: none."""
 
     explicit: bool = False
     keep_s: float = 0.0
     prewarm: bool = False
     session: str = ""
+    compare_with: str | None = None
 
 
 def caching_of(
@@ -53,6 +55,7 @@ def caching_of(
     key: str | None = None,
     retention: str | None = None,
     controls: Iterable[Any] = (),
+    compare_with: str | None = None,
 ) -> Caching:
     """Return what the fields say. `retention`: the older form of `options.ttl`; `controls`: each `cache_control` of a request.
     Raises RequestError naming the field."""
@@ -70,7 +73,9 @@ def caching_of(
         keep_s = _seconds("prompt_cache_options.ttl", options.ttl)
     for control in controls:
         keep_s = max(keep_s, _of_control(control))
-    return Caching(options.mode == "explicit", keep_s, bool(options.prewarm), key or "")
+    return Caching(
+        options.mode == "explicit", keep_s, bool(options.prewarm), key or "", options.comparison_response_id or compare_with
+    )
 
 
 def controls_in(value: Any) -> Iterable[Any]:

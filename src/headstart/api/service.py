@@ -29,9 +29,10 @@ from headstart.api.metrics import Metrics
 from headstart.api.pieces import Piece
 from headstart.api.prompting import Prompt, Prompting
 from headstart.api.served import Served
+from headstart.api.usage import Usage
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import CacheStatistics
-from headstart.diagnose.why import Asked, explain
+from headstart.diagnose.why import Asked, Diagnosis, diagnose, explain
 from headstart.diagnose.why_show import why_json
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt
 from headstart.errors import HeadstartError, RequestError
@@ -321,6 +322,19 @@ class Service:
         if found is None or found[0].outcome is None:
             return None
         return await asyncio.to_thread(_why, served, *found)
+
+    def diagnosis(self, id: str, ask: Ask, usage: Usage) -> Diagnosis | None:
+        """Return how request `id` compares with the one that its client named; None where it named none. Takes no time."""
+        named, tenant = ask.caching.compare_with, ask.caller.tenant
+        if named is None:
+            return None
+        with self.accounts.guarded():
+            if (asked := self.asked.get(id, tenant)) is not None:
+                cache = None if self.served is None else self.served.cache
+                piece_tokens = BLOCK_TOKENS if cache is None else cache.representation.piece_tokens
+                other = self.asked.get(named, tenant)
+                return diagnose(asked, other, cached_tokens=usage.cached_tokens, piece_tokens=piece_tokens)
+        return Diagnosis(found=False)
 
     def _ended(self, id: str, answer: Answer) -> None:
         """Count and log an answer; `id` is its request's."""

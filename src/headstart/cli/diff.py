@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from headstart.cli.asking import URL, asked_of
 from headstart.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ DIFFERS = 8
 @click.option(
     "--model", metavar="MODEL", help="whose tokenizer and chat template to use; a folder with tokenizer.json is enough"
 )
+@click.option("--url", default=URL, show_default=True, help="where the server of request:ID listens")
+@click.option("--api-key", envvar="HEADSTART_API_KEY", help="a key of the tenant whose requests those are")
 @click.option("--price", metavar="INPUT/CACHED", help="of a million input tokens, computed and cached, such as 3/0.3")
 @click.option("--prefill-rate", type=click.FloatRange(min=0, min_open=True), help="tokens of prompts computed in a second")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
@@ -37,19 +40,29 @@ def diff(
     as_json: bool,
     config_file: Path | None,
     models_directory: str | None,
+    url: str,
+    api_key: str | None,
 ) -> int:
     """Tell where prompt B leaves prompt A, and why. Each is a file with a request's JSON (OpenAI or Anthropic), a text, a JSON
-    list of token ids, a line of a log as FILE#ID, or - for standard input. Exit code 0: the same to the end of the shorter one;
+    list of token ids, a line of a log as FILE#ID, request:ID for one that a running server remembers (with
+    server.keep_prompts), or - for standard input. Exit code 0: the same to the end of the shorter one;
     8: they differ. Without --model the requests are compared by character, and positions in tokens are estimates."""
     from headstart.diagnose.placing import side_of
     from headstart.diagnose.report import report_of
     from headstart.diagnose.show import json_of, lines_of
-    from headstart.diagnose.sources import read_source
+    from headstart.diagnose.sources import Source, read_source
 
     if a == b == "-":
         raise click.UsageError("only one of A and B can be standard input")
     prices = prices_of(price, prefill_rate)
-    sources = [read_source(name, read_stdin=sys.stdin.buffer.read) for name in (a, b)]
+
+    def source(name: str) -> Source:
+        mark, colon, id = name.partition(":")
+        if (mark, colon) != ("request", ":") or Path(name).exists():
+            return read_source(name, read_stdin=sys.stdin.buffer.read)
+        return Source(name, ids=tuple(asked_of(url, api_key, id, "tokens")["prompt_token_ids"]))
+
+    sources = [source(a), source(b)]
     renderer = None
     if model is not None:
         from headstart.cli.progress import shown_progress
@@ -61,15 +74,15 @@ def diff(
         with shown_progress() as on_progress:
             folder = resolve_tokenizer(model, config.models_directory, on_progress=on_progress)
         renderer = Renderer.load(folder, light=True)
-    elif len({source.ids is None for source in sources}) == 2:
+    elif len({one.ids is None for one in sources}) == 2:
         raise RequestError("one side is token ids and the other is text; name the tokenizer with --model")
     sides = []
-    for source in sources:
-        conversation = source.conversation(as_sent=renderer is None)
+    for one in sources:
+        conversation = one.conversation(as_sent=renderer is None)
         try:
-            sides.append(side_of(source.name, conversation, renderer))
+            sides.append(side_of(one.name, conversation, renderer))
         except RequestError as error:
-            raise RequestError(f"{source.name}: {error.message}", param=error.param) from error
+            raise RequestError(f"{one.name}: {error.message}", param=error.param) from error
     report = report_of(*sides, begin_id=None if renderer is None else renderer.begin_id)
     if as_json:
         click.echo(json.dumps(json_of(report, prices)))

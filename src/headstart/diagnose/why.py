@@ -179,6 +179,38 @@ def explain(
     return Why(asked, other, shared, exact, tuple(lost), parted, tuple(notes))
 
 
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a provider's diagnostics say of a prompt against one that it names. `found`: whether that is remembered. `names`:
+    of the miss, None for a hit. `reusable_tokens` of the earlier prompt, in whole blocks, could have been found; of those
+    `missed_tokens` were not."""
+
+    found: bool
+    names: Names | None = None
+    missed_tokens: int = 0
+    reusable_tokens: int = 0
+
+
+def diagnose(asked: Asked, other: Asked | None, *, cached_tokens: int, piece_tokens: int = BLOCK_TOKENS) -> Diagnosis:
+    """Compare two requests by their fingerprints alone, once it is known how much was found."""
+    if other is None:
+        return Diagnosis(found=False)
+    reusable = max(0, min(other.prompt_tokens, asked.prompt_tokens - 1)) // piece_tokens * piece_tokens
+    missed = max(0, reusable - cached_tokens)
+    if not missed:
+        return Diagnosis(True, None, 0, reusable)
+    apart = kept_apart(other.prints, asked.prints)
+    if apart is None and common(asked.names, other.names) * BLOCK_TOKENS >= reusable:
+        return Diagnosis(True, Names("unavailable", "unavailable"), missed, reusable)  # the same, and not there any more
+    part = apart or changed(other.prints, asked.prints)
+    if part is None:
+        names = _names(Cause.OTHER, "", False)
+    else:
+        names = _names(part.cause, part.path, part.in_system)
+        names = Names(part.openai or names.openai, names.anthropic)
+    return Diagnosis(True, names, missed, reusable)
+
+
 def nearest(asked: Asked, before: Sequence[Asked]) -> tuple[Asked | None, int, bool]:
     """Return the earlier prompt that begins most like `asked`, how many tokens they have in common, and whether that is exact;
     of equal ones the latest that may share with it. One of the same session where none begins like it."""
@@ -303,13 +335,13 @@ def _parted(asked: Asked, other: Asked, shared: int, renderer: Renderer | None) 
                 cause, evidence = part.cause, part.evidence
             names = _names(cause, path, part is not None and part.in_system)
             return Parted(shared, cause, evidence, path or finding.path, names, report.alike_tokens, finding.a, finding.b)
+    to_the_block = shared >= min(asked.prompt_tokens, other.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    if to_the_block and not path.startswith("messages"):
+        return None  # it goes on from it; a template may have no place for the tools that changed
     if part is None:
-        if shared >= min(asked.prompt_tokens, other.tokens) // BLOCK_TOKENS * BLOCK_TOKENS:
-            return None  # to the block, it goes on from it
         where = "" if asked.prints.messages else "prompt"
-        return Parted(
-            shared, Cause.OTHER, "another text, or another rendering of the same", where, _names(Cause.OTHER, "", False)
-        )
+        names = _names(Cause.OTHER, "", False)
+        return Parted(shared, Cause.OTHER, "another text, or another rendering of the same", where, names)
     names = _names(part.cause, path, part.in_system)
     return Parted(shared, part.cause, part.evidence, path, Names(part.openai or names.openai, names.anthropic))
 

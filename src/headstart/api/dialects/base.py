@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,16 +11,19 @@ import msgspec
 from headstart.api.ask import Ask
 from headstart.api.pieces import Piece
 from headstart.api.usage import Usage
+from headstart.diagnose.why import Diagnosis
 from headstart.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an answer's envelope says beside the answer."""
+    """What an answer's envelope says beside the answer. `diagnosis`: how the request compares with the one that its client
+    named; None where it named none."""
 
     id: str
     created: int  # seconds since 1970
     model: str
+    diagnosis: Callable[[Usage], Diagnosis | None] = lambda usage: None
 
 
 class Shape(Protocol):

@@ -137,6 +137,7 @@ def ask_of(
     logprobs: int | None,
     stop: Sequence[str] | None = None,
     controls: Iterable[Any] = (),
+    compare_with: str | None = None,
     **more: Any,
 ) -> Ask:
     """Return what the common fields say, and `more` of `Ask`; `controls`: each `cache_control` in it. Raises RequestError
@@ -183,6 +184,7 @@ def ask_of(
             key=request.prompt_cache_key,
             retention=request.prompt_cache_retention,
             controls=controls,
+            compare_with=compare_with,
         ),
         progress=bool(request.return_progress),
         **more,

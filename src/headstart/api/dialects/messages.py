@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headstart.api.ask import Ask
 from headstart.api.caching import controls_in
 from headstart.api.dialects.base import About, event
@@ -21,12 +23,17 @@ from headstart.api.dialects.tools import choice_of, format_of
 from headstart.api.errors import messages_error
 from headstart.api.pieces import Piece
 from headstart.api.usage import Usage
+from headstart.diagnose.why import Diagnosis
 from headstart.errors import RequestError
 from headstart.render.answers import Call, Part, Reasoning, Text
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "n": (1,)}
 _QUIET = ("metadata", "service_tier", "anthropic_version", "anthropic_beta", "betas", "context_management")
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class Diagnostics(msgspec.Struct):
+    previous_message_id: str | None = None
 
 
 class Request(Common, kw_only=True):
@@ -40,6 +47,7 @@ class Request(Common, kw_only=True):
     output_format: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    diagnostics: Diagnostics | None = None
 
 
 def parse(body: bytes, headers: Mapping[str, str]) -> Ask:
@@ -70,6 +78,7 @@ def parse_to_count(body: bytes, headers: Mapping[str, str]) -> Ask:
         template=_template(request, config),
         stop=request.stop_sequences or (),
         controls=controls_in([{"cache_control": request.cache_control}, *_holders(request)]),
+        compare_with=None if request.diagnostics is None else request.diagnostics.previous_message_id,
         ignored=(*(name for name in ignored if name not in _QUIET), *others),
     )
 
@@ -238,7 +247,19 @@ class Shape:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage_object(usage),
+            "diagnostics": _diagnostics(self.about.diagnosis(usage)),
         }
+
+
+def _diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
+    """Return Anthropic's form; None where nothing was asked, and where all that the earlier message had was found."""
+    if found is None or (found.found and found.names is None):
+        return None
+    if found.names is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    kind = found.names.anthropic
+    missed = {} if kind == "unavailable" else {"cache_missed_input_tokens": found.missed_tokens}
+    return {"cache_miss_reason": {"type": kind, **missed}}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from headstart.api.dialects.tools import choice_of, format_of, functions_of
 from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
 from headstart.api.usage import Usage
+from headstart.diagnose.why import Diagnosis
 from headstart.engine.base import FinishReason
 from headstart.errors import RequestError
 from headstart.render.answers import Call, Part, Reasoning, Text
@@ -288,7 +289,21 @@ class Shape:
             "output": list(output),
             **self.echo,
             "usage": None if usage is None else usage_object(usage),
+            "prompt_cache_diagnostics": None if usage is None else _diagnostics(self.about.diagnosis(usage)),
         }
+
+
+def _diagnostics(found: Diagnosis | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    if not found.found:
+        return {"type": "comparison_response_not_found"}
+    if found.names is None:
+        return {"type": "cache_hit"}
+    if found.names.openai == "unavailable":
+        return {"type": "unavailable"}
+    tokens = {"cache_missed_tokens": found.missed_tokens, "comparison_reusable_tokens": found.reusable_tokens}
+    return {"type": "cache_miss", "reason": found.names.openai, **tokens}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
