@@ -3,7 +3,7 @@ does whoever lives, while nobody else is at it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.faulty_disk import DiskFaultKind, FaultyDisk, ProcessDied
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import Handle
+from headstart.tier.disk.records import Record
+from headstart.tier.disk.removal import give_back_left
 
 ROOT = Path("/disk/kv")
 CAPACITY = 1 << 20
-SAVED = 8
+SAVED = 7
 GOING = (0, 2)  # of those in the first segment
 
 
@@ -140,22 +142,46 @@ def test_a_file_that_a_process_emptied_and_did_not_remove_goes_though_its_writer
     tier.close()
 
 
-def test_what_a_process_had_not_punched_in_a_file_that_still_grows_is_given_back_by_who_writes_it(clock: Clock) -> None:
+def test_in_a_file_that_still_grows_it_is_given_back_once_that_is_full(clock: Clock) -> None:
     disk = CrashDisk()
     tier, inside = survivor_of(disk, clock)
     dies_removing(disk, clock, [len(inside)], call="punch")
     clock.now += 1
     newcomer = open_tier(disk, clock)
     assert newcomer.check() == []
-    assert save(tier, SAVED)
-    clock.now += 1
-    assert found(newcomer, [SAVED]) == {SAVED}  # nothing of the end was cut or punched
+    seed = SAVED
+    while len(segment_files(disk)) < 3:
+        assert save(tier, seed)
+        seed += 1
     before = disk.allocated_bytes()
     clock.now += 1
     tier.tend()
     assert before - disk.allocated_bytes() == len(image(0))
+    assert found(newcomer, range(seed)) == found(tier, range(seed)) == set(range(seed)) - {len(inside)}
     assert tier.check() == newcomer.check() == []
     newcomer.close()
+    tier.close()
+
+
+def test_an_extent_whose_record_is_being_written_is_not_taken_for_what_is_dead(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = CrashDisk()
+    tier, inside = survivor_of(disk, clock)
+    dies_removing(disk, clock, range(len(inside), SAVED - 1), call="punch")
+    clock.now += 1
+    store = tier._store
+    goes_on = store.upkeep.append
+
+    def append(records: Sequence[Record]) -> None:
+        give_back_left(store)  # as making room for a record in the journal does
+        goes_on(records)
+
+    monkeypatch.setattr(store.upkeep, "append", append)
+    assert save(tier, SAVED)
+    assert len(segment_files(disk)) == 2
+    assert found(tier, [SAVED]) == {SAVED}
+    assert tier.check() == []
     tier.close()
 
 

@@ -101,13 +101,15 @@ def give_back_waiting(store: Store) -> None:
 
 
 def give_back_left(store: Store) -> None:
-    """Give back what was left when it died, because the medium refused or because the process that removed it died as well: files
-    in which nothing is alive, and gaps between what lives."""
+    """Give back what a removal left, because the medium refused or because the process died over it: files in which nothing is
+    alive, and gaps between what lives, though not in a file that is added to here: in that one an extent may stand whose record
+    is just being written."""
     with store.lock:
         segments = list(store.books.segments.values())
     _settle(store, [s for s in segments if s.opened and not s.rows])
+    appending = set(store.appending.values())
     for segment in segments:
-        if store.holes and segment.rows and _is_gaping(segment):
+        if store.holes and segment.rows and segment not in appending and _is_gaping(segment):
             _close_up(store, segment)
 
 
