@@ -1,5 +1,5 @@
-"""Space that was not given back when its extents were removed, in files of the living too: the next opening gives it back, and so
-does whoever lives, while nobody else is at it."""
+"""Space that was not given back when its extents were removed, in files of the living too: the next opening gives it back, and
+so does whoever lives, while nobody else is at it."""
 
 from __future__ import annotations
 
@@ -190,12 +190,12 @@ def test_room_that_was_not_given_back_is_taken_before_anything_gives_way(clock: 
     tier, inside = survivor_of(disk, clock)
     dies_removing(disk, clock, inside[1:], call="punch")
     clock.now += 1
-    seed = SAVED
+    saved = SAVED
     while tier.room_bytes > 2 * len(image(0)):
-        assert save(tier, seed)
-        seed += 1
-    for seed in range(seed, seed + len(inside) // 2):
-        assert save(tier, seed)
+        assert save(tier, saved)
+        saved += 1
+    for more in range(len(inside) // 2):
+        assert save(tier, saved + more)
     assert "evicted_capacity" not in tier.statistics().counters
     assert tier.check() == []
     tier.close()

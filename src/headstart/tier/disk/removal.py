@@ -2,9 +2,9 @@
 
     lock its bytes against readers of other processes → journal → no longer found → space given back
 
-What is corrupt is no longer found even while it is under a lease; its space then waits for the last release. A process that dies
-before the last step leaves dead bytes, in files of the living too: whoever meets them gives them back. Everything here is called
-in the store's turn.
+What is corrupt is no longer found even while it is under a lease; its space then waits for the last release. A process that
+dies before the last step leaves dead bytes, in files of the living too: whoever meets them gives them back. Everything here is
+called in the store's turn.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _is_gaping(segment: Segment) -> bool:
 
 
 def _close_up(store: Store, segment: Segment) -> None:
-    """Punch out what lies between a segment's living extents. Where somebody reads or is removing just now, the next call does."""
+    """Punch out what lies between a segment's living extents. Where somebody reads or is removing now, a later call does."""
     if segment.stale:
         measure(store, segment)
         if segment.stale or not _is_gaping(segment):
