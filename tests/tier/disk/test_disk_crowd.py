@@ -152,8 +152,8 @@ class Crowd:
                 assert read(tier, ExtentId(extent), at, layer_bytes) == kv.piece(layer, block).tobytes()
 
 
-def crowd_dies(seed: int, durability: Literal["none", "data"], *, power: bool) -> None:
-    crowd, names = Crowd(seed, durability), random.Random(seed)
+def crowd_dies(seed: int, durability: Literal["none", "data"], *, power: bool, names_seed: int | None = None) -> None:
+    crowd, names = Crowd(seed, durability), random.Random(seed if names_seed is None else names_seed)
     with pytest.MonkeyPatch.context() as patch:
         # Whose journal a process goes on with is a matter of names: with the same ones, the same seed is the same history.
         patch.setattr(secrets, "token_bytes", names.randbytes)
@@ -178,6 +178,11 @@ def test_without_power_nothing_is_lost_that_durability_data_acknowledged() -> No
 def test_without_power_and_without_syncing_nothing_wrong_is_served() -> None:
     for seed in range(20):
         crowd_dies(seed, "none", power=True)
+
+
+def test_who_dies_over_a_removal_in_the_file_of_one_that_lives_leaves_no_litter() -> None:
+    for names_seed in (1, 2, 3):
+        crowd_dies(10_014, "data", power=True, names_seed=names_seed)
 
 
 @pytest.mark.soak
