@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -29,3 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--soak"):
         settings.load_profile("soak")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usage_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Servers that a test starts keep their usage log here, not where the user's own lies."""
+    os.environ.setdefault("HEADSTART_SERVER_USAGE_LOG", str(tmp_path_factory.mktemp("usage")))

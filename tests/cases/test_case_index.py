@@ -44,6 +44,7 @@ FILES = {
     "vllm faults": "vllm/test_faults.py",
     "vllm restart": "vllm/test_restart.py",
     "vllm ranks": "vllm/test_ranks_and_company.py",
+    "events": "cache/test_events.py",
     "api": "api/test_openai_client.py",
     "canonical": "render/test_canonical.py",
     "noise": "api/test_canonical_requests.py",
@@ -301,6 +302,12 @@ C106  What a request that gave way gets back is no hit: cached tokens are never 
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
       accounts · test_numbers_that_do_not_add_up_are_cut_and_counted_and_fail_no_request
       accounts · test_a_fault_in_keeping_accounts_reaches_no_request
+C110  A process that starts again says so before it tells what it has: everything that was told before is to be forgotten.
+      events · test_after_a_restart_everything_is_cleared_and_what_is_on_disk_is_told
+C111  Who follows what is stored and begins anew, or missed something, is told all that is there, parents first.
+      events · test_after_a_restart_everything_is_cleared_and_what_is_on_disk_is_told
+      events · test_who_missed_something_is_sent_it_again
+      events · test_who_missed_more_than_is_kept_is_told_what_is_there
 C114  What can only go on from a state is a hit up to the latest one that was kept, and what lies behind it is told of.
       states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
       s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
@@ -333,6 +340,9 @@ C126  Nothing over HTTP clears, exports or imports what is stored, and no error 
 C128  Names of files are short, hexadecimal and say nothing; a salt stands nowhere.
       names · test_names_of_files_are_short_and_say_nothing
       s06 · test_a_salt_stands_nowhere_on_the_medium
+C129  Events are told on loopback unless allowed elsewhere, and a subscriber that never reads holds up nobody.
+      events · test_others_may_not_read_prompts_by_accident
+      events · test_a_subscriber_that_never_reads_holds_up_nobody
 C137  Without allocation ahead and holes everything works, by what is charged.
       directories · test_without_fallocate_everything_is_stored_served_and_bounded
       writing · test_holes_that_cannot_be_made_do_not_empty_the_tier
@@ -347,8 +357,7 @@ C138  A directory is private to its user whatever the umask; to another one a mi
 ELSEWHERE = {
     "prefill and decode apart": ("C032", "C063", "C102", "C103"),
     "ranks that must act together": ("C064",),
-    "a router": ("C043", "C108", "C109", "C110", "C111", "C113"),
-    "keys and endpoints of the server": ("C129",),
+    "a router": ("C043", "C108", "C109", "C113"),
     "a cache server of its own": ("C074",),
     "every option has an effect": ("C073",),
     "usage and prices": ("C098", "C099", "C105"),

@@ -121,3 +121,12 @@ def test_it_starts_without_torch_and_transformers(log: Path) -> None:
     said: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert "'headstart.diagnose.lint'" in said
     assert not [name for name in ("torch", "transformers", "tokenizers", "jinja2") if f"'{name}'" in said]
+
+
+def test_the_example_of_coding_agents_loses_by_what_its_page_says(run: Run) -> None:
+    example = Path(__file__).parents[2] / "examples" / "lint" / "agents.jsonl"
+    told = json.loads(run(example, "--json"))
+    assert [one["cause"] for one in told["findings"]] == ["tools_reordered", "request_header", "time"]
+    rates = [told["ideal_rate"], *(one["replayed_rate"] for one in told["changes"])]
+    assert rates == sorted(rates)
+    assert rates[-1] > 2 * rates[0]

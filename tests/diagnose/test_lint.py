@@ -105,6 +105,9 @@ def test_requests_of_other_models_and_tenants_share_nothing(tmp_path: Path, rend
     lint = linted(written(tmp_path / "log.jsonl", [request, {**request, "cache_salt": "b"}, request]), renderer=renderer)
     assert [(one.cause, one.requests) for one in lint.findings] == [(Cause.SALT, 1)]
     lint = linted(written(tmp_path / "log.jsonl", [request, {**request, "model": "n"}]), renderer=renderer)
+    assert lint.findings == ()
+    lines = [{"session_id": "s", "body": {**request, "model": model}} for model in "mn"]
+    lint = linted(written(tmp_path / "log.jsonl", lines), renderer=renderer)
     assert [one.cause for one in lint.findings] == [Cause.MODEL]
 
 

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -131,11 +132,14 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         except BaseException:
             account.failed()
             raise
-        shape = dialect.shape(ask, About(generation.id, int(time.time()), account.model))
-        if ask.stream:
-            timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
-            return EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
-        with generation:
+        with ExitStack() as until_answered:
+            until_answered.enter_context(generation)
+            shape = dialect.shape(ask, About(generation.id, int(time.time()), account.model))
+            if ask.stream:
+                timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
+                stream = EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
+                until_answered.pop_all()  # the stream ends it
+                return stream
             answers = await _unless_gone(request, _whole(generation))
         if answers is None:
             return Response(status_code=499)  # nobody reads it; the log line says "abort"

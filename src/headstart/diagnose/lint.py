@@ -50,15 +50,17 @@ class _Seen:
     lengths: array[int] = field(default_factory=lambda: array("I"))
     numbers: array[int] = field(default_factory=lambda: array("I"))
     turns: array[int] = field(default_factory=lambda: array("I"))
+    models: array[int] = field(default_factory=lambda: array("q"))
     begins: array[float] = field(default_factory=lambda: array("d"))
     ends: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, locator: Locator, entry: Entry) -> int:
+    def add(self, locator: Locator, entry: Entry, model: str) -> int:
         self.files.append(locator.file)
         self.offsets.append(locator.offset)
         self.lengths.append(locator.length)
         self.numbers.append(locator.number)
         self.turns.append(locator.turn)
+        self.models.append(hash(model))
         self.begins.append(float("nan") if entry.at is None else entry.at)
         self.ends.append(float("nan") if entry.end is None else entry.end)
         return len(self.files) - 1
@@ -161,6 +163,9 @@ class Linter:
             if owner != NOBODY:
                 votes[owner] = votes.get(owner, 0) + weight
         before = self._sessions.get(entry.session) if entry.session is not None else None
+        # Nothing of one model is of use to another, so only a session that has changed its model is told of that.
+        model = hash(printed.apart.get("model", ""))
+        votes = {owner: weight for owner, weight in votes.items() if self._seen.models[owner] == model}
         asked = sorted(votes, key=lambda owner: (-votes[owner], -owner))[:_ASKED]
         if before is not None and before not in asked:
             asked.append(before)
@@ -226,7 +231,7 @@ class Linter:
         self._logged.add(prompt, usage.cached_tokens, scaled, cause)
 
     def _remember(self, locator: Locator, entry: Entry, printed: Print, content: bytes) -> None:
-        number = self._seen.add(locator, entry)
+        number = self._seen.add(locator, entry, printed.apart.get("model", ""))
         self._blocks.put(printed.chain, number)
         if self._lru is not None:
             self._lru.put(printed.chain.tolist())
