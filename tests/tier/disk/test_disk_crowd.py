@@ -146,10 +146,14 @@ class Crowd:
             info = None if extent == -1 else tier.info(ExtentId(extent))
             if info is None:
                 continue
+            if tier.lease([ExtentId(extent)]) == [False]:  # another process removed it since this one looked the last time
+                assert tier.info(ExtentId(extent)) is None
+                continue
             layer_bytes = 4096
             for layer in range(TINY.layers):
                 at = info.header_bytes + layer * info.blocks * layer_bytes + position * layer_bytes
                 assert read(tier, ExtentId(extent), at, layer_bytes) == kv.piece(layer, block).tobytes()
+            tier.release([ExtentId(extent)])
 
 
 def crowd_dies(seed: int, durability: Literal["none", "data"], *, power: bool, names_seed: int | None = None) -> None:
