@@ -291,6 +291,18 @@ def test_limits_of_a_key_are_429_with_the_time_to_wait(engine: FakeEngine, file:
         with pytest.raises(openai.APIStatusError) as raised:
             ask(server, small)
         assert raised.value.status_code == 413
+        # What generates nothing is within the same limits, and has no line in the log.
+        text, messages = {"prompt": "x" * 100}, {"messages": [{"role": "user", "content": "x" * 100}]}
+        for path, body in {
+            "/tokenize": text,
+            "/v1/completions/render": text,
+            "/v1/chat/completions/render": messages,
+            "/v1/messages/count_tokens": messages,
+        }.items():
+            now_s[0] += 60
+            statuses = [httpx.post(server.url + path, json=body, headers={"x-api-key": requests}).status_code for _ in range(3)]
+            assert statuses == [200, 200, 429], path
+            assert httpx.post(server.url + path, json=body, headers={"x-api-key": small}).status_code == 413
     assert sorted(one.status for one in logged(file.parent)) == [200] * 6 + [413, 429, 429, 429]
 
 
@@ -357,7 +369,9 @@ def test_a_full_queue_tells_by_its_pace_when_to_come_again(engine: FakeEngine) -
             ask(server, "none", "hello")
         engine.gate.clear()
         threads = [threading.Thread(target=ask, args=(server, "none", "hello")) for _ in range(3)]
-        for thread in threads:
+        threads[0].start()
+        eventually(lambda: engine.load().running == 1)  # before that it waits, too, and the third would be one too many
+        for thread in threads[1:]:
             thread.start()
         eventually(lambda: engine.load().waiting == 2)
         with pytest.raises(openai.RateLimitError) as raised:
