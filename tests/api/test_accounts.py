@@ -349,10 +349,11 @@ def test_a_deadline_ends_a_request_with_a_name(engine: FakeEngine, tmp_path: Pat
     with running(engine, accounts=accounts) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         engine.gate.clear()
         body = {"prompt": "x", "max_tokens": 50}
-        late = http.post("/v1/completions", json=body, headers={"x-headstart-deadline": "0.2"})
+        soon = {"x-headstart-deadline": "2"}  # not so soon that the prompt is not tokenised on a loaded machine
+        late = http.post("/v1/completions", json=body, headers=soon)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert late.headers["x-should-retry"] == "false"
-        stream = http.post("/v1/completions", json={**body, "stream": True}, headers={"x-headstart-deadline": "0.2"})
+        stream = http.post("/v1/completions", json={**body, "stream": True}, headers=soon)
         assert stream.status_code == 200
         events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
         assert events[-1]["error"]["code"] == "deadline_exceeded"
