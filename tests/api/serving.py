@@ -31,6 +31,7 @@ class ByteRenderer:
     stop_ids = frozenset({0})
     ends = frozenset({"<user>"})
     vocabulary = 256
+    begin_id = None
     special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
     template = ""
     response_template = None

@@ -94,6 +94,16 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         with service.accounts.admitted(caller), service.holding_body() as more:
             yield await _body(request, more, most=caller.body_bytes(BODY_BYTES))
 
+    async def why(request: Request) -> Response:
+        id = request.path_params["id"]
+        told = await service.why(id, caller_of(request).tenant)
+        if told is None:
+            raise NoSuchReceipt(
+                f"there is no request {id[:64]!r} that has ended; prompts are remembered for an hour, as far as there is room",
+                code="not_found",
+            )
+        return _json(told)
+
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
 
@@ -172,6 +182,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/openapi.json", described),
             Route("/metrics", scrape),
             Route("/v1/headstart/requests/{id}", receipt),
+            Route("/v1/headstart/requests/{id}/why", why),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),

@@ -82,6 +82,7 @@ class _Server(uvicorn.Server):
             strict_models=config.server.strict_models,
             canonical=config.server.canonical_rules,
             longest_promise_s=longest_promise_s(config.cache.retention),
+            keep_prompts=config.server.keep_prompts,
         )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
