@@ -22,6 +22,7 @@ import uvicorn
 from headstart.api.access import is_loopback
 from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
+from headstart.api.connections import connection_type
 from headstart.api.keyring import Keyring
 from headstart.api.served import Served
 from headstart.api.service import Service
@@ -85,6 +86,8 @@ class _Server(uvicorn.Server):
         )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
+            http=connection_type(),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
