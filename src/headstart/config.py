@@ -150,6 +150,10 @@ class ServerConfig:
         str, Meta(description='where OpenTelemetry traces go by OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces"')
     ] = ""
     usage_keep: Annotated[Size, Meta(description='of the usage log; the oldest files go, and "0" keeps no log')] = "1GiB"
+    keep_prompts: Annotated[
+        bool,
+        Meta(description="keep the token ids of the latest prompts and answers in memory: headstart why is then exact"),
+    ] = False
     canonical: Annotated[
         Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
     ] = CANONICAL

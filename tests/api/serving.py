@@ -16,6 +16,7 @@ import uvicorn
 
 from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
+from headstart.api.connections import HEAD_S, connection_type
 from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.render import Renderer, Tokens
@@ -30,6 +31,7 @@ class ByteRenderer:
     stop_ids = frozenset({0})
     ends = frozenset({"<user>"})
     vocabulary = 256
+    begin_id = None
     special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 0}
     template = ""
     response_template = None
@@ -94,13 +96,17 @@ class Running(Listening):
 
 
 @contextmanager
-def listening(service: Service, *, host: str = "127.0.0.1", stall_s: float = 30.0) -> Iterator[str]:
+def listening(
+    service: Service, *, host: str = "127.0.0.1", stall_s: float = 30.0, head_s: float = HEAD_S, most: int | None = None
+) -> Iterator[str]:
     """Serve `service` and give the address; `host` is what the application believes to listen on."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)  # before the server is there
     config = uvicorn.Config(
         build_app(service, host=host, stall_s=stall_s),
+        http=connection_type(head_s=head_s, most=most),
+        ws="none",
         log_config=None,
         lifespan="off",
         timeout_keep_alive=75,

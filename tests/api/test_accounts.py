@@ -291,6 +291,18 @@ def test_limits_of_a_key_are_429_with_the_time_to_wait(engine: FakeEngine, file:
         with pytest.raises(openai.APIStatusError) as raised:
             ask(server, small)
         assert raised.value.status_code == 413
+        # What generates nothing is within the same limits, and has no line in the log.
+        text, messages = {"prompt": "x" * 100}, {"messages": [{"role": "user", "content": "x" * 100}]}
+        for path, body in {
+            "/tokenize": text,
+            "/v1/completions/render": text,
+            "/v1/chat/completions/render": messages,
+            "/v1/messages/count_tokens": messages,
+        }.items():
+            now_s[0] += 60
+            statuses = [httpx.post(server.url + path, json=body, headers={"x-api-key": requests}).status_code for _ in range(3)]
+            assert statuses == [200, 200, 429], path
+            assert httpx.post(server.url + path, json=body, headers={"x-api-key": small}).status_code == 413
     assert sorted(one.status for one in logged(file.parent)) == [200] * 6 + [413, 429, 429, 429]
 
 
@@ -337,10 +349,11 @@ def test_a_deadline_ends_a_request_with_a_name(engine: FakeEngine, tmp_path: Pat
     with running(engine, accounts=accounts) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         engine.gate.clear()
         body = {"prompt": "x", "max_tokens": 50}
-        late = http.post("/v1/completions", json=body, headers={"x-headstart-deadline": "0.2"})
+        soon = {"x-headstart-deadline": "2"}  # not so soon that the prompt is not tokenised on a loaded machine
+        late = http.post("/v1/completions", json=body, headers=soon)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert late.headers["x-should-retry"] == "false"
-        stream = http.post("/v1/completions", json={**body, "stream": True}, headers={"x-headstart-deadline": "0.2"})
+        stream = http.post("/v1/completions", json={**body, "stream": True}, headers=soon)
         assert stream.status_code == 200
         events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
         assert events[-1]["error"]["code"] == "deadline_exceeded"
@@ -357,7 +370,9 @@ def test_a_full_queue_tells_by_its_pace_when_to_come_again(engine: FakeEngine) -
             ask(server, "none", "hello")
         engine.gate.clear()
         threads = [threading.Thread(target=ask, args=(server, "none", "hello")) for _ in range(3)]
-        for thread in threads:
+        threads[0].start()
+        eventually(lambda: engine.load().running == 1)  # before that it waits, too, and the third would be one too many
+        for thread in threads[1:]:
             thread.start()
         eventually(lambda: engine.load().waiting == 2)
         with pytest.raises(openai.RateLimitError) as raised:

@@ -11,7 +11,7 @@ import pytest
 
 from diagnose.families import FAMILIES
 from diagnose.pairs import Pair, pairs
-from headstart.diagnose.causes import Cause
+from headstart.diagnose.causes import LOST, Cause
 from headstart.diagnose.placing import Side, side_of
 from headstart.diagnose.report import Report, report_of
 from headstart.diagnose.requests import conversation_of
@@ -118,4 +118,12 @@ def test_there_are_at_least_three_hundred_pairs_over_every_cause() -> None:
     found = [pair for kind in KINDS for pair in labelled(kind)]
     assert len(found) >= 300
     elsewhere = {Cause.BOS, Cause.SAME_TEXT, Cause.SHORT}  # made of token ids, in test_report.py
+    elsewhere |= {
+        Cause.BELOW_MINIMUM,
+        Cause.NO_BREAKPOINT,
+        Cause.FAR_BREAKPOINT,
+        Cause.LAPSED,
+        Cause.CONCURRENT,
+    }  # test_lint.py
+    elsewhere |= set(LOST)  # a server's: api/test_why.py
     assert {pair.cause for pair in found} | elsewhere >= set(Cause)

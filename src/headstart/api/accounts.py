@@ -181,6 +181,15 @@ class Accounts:
             raise
         return account
 
+    @contextmanager
+    def admitted(self, caller: Caller) -> Iterator[None]:
+        """Let a caller do what needs no engine, and so has no line, within the limits of its key. Raises TooManyRequests."""
+        leave = self._limits.enter(caller)
+        try:
+            yield
+        finally:
+            leave.end()
+
     def keep(self, account: Account, entry: Entry, times: Times | None, receipts: list[Receipt]) -> None:
         """Log, count and tell."""
         self._count(entry)

@@ -7,8 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart import __version__
 from headstart.api import metrics, openapi, receipts, tokens
 from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
-from headstart.api.accounts import Account
+from headstart.api.accounts import GONE, Account
 from headstart.api.ask import Ask
 from headstart.api.dialects import chat, completions, messages, responses
 from headstart.api.dialects.base import About, Dialect
@@ -87,14 +87,30 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             )
         return _json(told)
 
+    @asynccontextmanager
+    async def body_of(request: Request) -> AsyncIterator[bytes]:
+        """Read the body of what needs no engine, within the limits of its caller's key."""
+        caller = caller_of(request)
+        with service.accounts.admitted(caller), service.holding_body() as more:
+            yield await _body(request, more, most=caller.body_bytes(BODY_BYTES))
+
+    async def why(request: Request) -> Response:
+        id = request.path_params["id"]
+        told = await service.why(id, caller_of(request).tenant)
+        if told is None:
+            raise NoSuchReceipt(
+                f"there is no request {id[:64]!r} that has ended; prompts are remembered for an hour, as far as there is room",
+                code="not_found",
+            )
+        return _json(told)
+
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
 
         async def tell(request: Request) -> Response:
             require_json(request.headers)
             served = service.require_served()
-            with service.holding_body() as more:
-                body = await _body(request, more, most=BODY_BYTES)
+            async with body_of(request) as body:
                 return _json(dict(await service.off_loop(work, served, body)))
 
         return tell
@@ -107,8 +123,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
     async def count(request: Request) -> Response:
         require_json(request.headers)
         served = service.require_served()
-        with service.holding_body() as more:
-            body = await _body(request, more, most=BODY_BYTES)
+        async with body_of(request) as body:
             ask = replace(messages.parse_to_count(body, request.headers), caller=caller_of(request))
             return _json({"input_tokens": await service.off_loop(service.count, served, ask)})
 
@@ -142,14 +157,12 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
                 return stream
             answers = await _unless_gone(request, _whole(generation))
         if answers is None:
-            return Response(status_code=499)  # nobody reads it; the log line says "abort"
+            return await _on_gone(request, ClientDisconnect())
         return _json(shape.whole(answers, generation.usage()), headers=_timing(generation) | _canonical(generation))
 
     async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Generation]:
-        key = account.caller.key
-        most = BODY_BYTES if key is None or key.body_bytes is None else min(BODY_BYTES, key.body_bytes)
         with service.holding_body() as more:
-            body = await _body(request, more, most=most)
+            body = await _body(request, more, most=account.caller.body_bytes(BODY_BYTES))
             # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
             on_loop = len(body) <= INLINE_BYTES
             ask = (
@@ -169,6 +182,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/openapi.json", described),
             Route("/metrics", scrape),
             Route("/v1/headstart/requests/{id}", receipt),
+            Route("/v1/headstart/requests/{id}/why", why),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),
@@ -181,7 +195,12 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/tokenize", telling(tokens.tokenise), methods=["POST"]),
             Route("/detokenize", telling(tokens.detokenise), methods=["POST"]),
         ],
-        exception_handlers={HeadstartError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
+        exception_handlers={
+            HeadstartError: _on_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_gone,
+            Exception: _on_bug,
+        },
     )
     checked = KeyCheck(app, service.accounts, on_error=_on_error)
     return _RequestId(HostCheck(checked, host=host))  # the id outside of everything, so that the answer to a bug has its id too
@@ -280,11 +299,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     there = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
     said = {
-        404: f"there is no {request.url.path} here; there are {there}",
-        405: f"{request.method} does not go with {request.url.path}",
+        404: f"there is no {request.url.path[:64]} here; there are {there}",
+        405: f"{request.method[:16]} does not go with {request.url.path[:64]}",
     }
     headers = dict(error.headers) if error.headers else None
     return plain_response(error.status_code, said.get(error.status_code, error.detail), request.scope, headers)
+
+
+async def _on_gone(request: Request, error: Exception) -> Response:
+    """The client went away; nobody reads this, and the log says "abort" where there was something to abort."""
+    return Response(status_code=GONE)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -87,6 +87,10 @@ class Answer:
         """Return all that came of it, in one piece."""
         return joined(self._pieces)
 
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens
+
     def said(self) -> tuple[list[int], dict[str, Any]]:
         """Return its tokens and what was read in them, as in `Generated`."""
         whole = self.whole()

@@ -50,6 +50,10 @@ class Caller:
     def priority(self, asked: int) -> int:
         return asked if self.key is None else min(asked, self.key.priority)
 
+    def body_bytes(self, most: int) -> int:
+        """Return how large a body may be, where nobody's may be larger than `most`."""
+        return most if self.key is None or self.key.body_bytes is None else min(most, self.key.body_bytes)
+
     def session(self, name: str) -> str:
         """Return a name for a conversation that no other tenant's has."""
         return f"{self.tenant}/{name}" if name and self.tenant else name

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from headstart.api.accounts import Account, Accounts
 from headstart.api.answering import Answering
 from headstart.api.ask import Ask
+from headstart.api.asked import AskedPrompts
 from headstart.api.conversations import Conversations
 from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
 from headstart.api.generation import Answer, Generation
@@ -28,7 +29,10 @@ from headstart.api.metrics import Metrics
 from headstart.api.pieces import Piece
 from headstart.api.prompting import Prompt, Prompting
 from headstart.api.served import Served
+from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import CacheStatistics
+from headstart.diagnose.why import Asked, explain
+from headstart.diagnose.why_show import why_json
 from headstart.engine.base import FinishReason, GenerationRequest, Receipt
 from headstart.errors import HeadstartError, RequestError
 from headstart.render.canonical import RULES
@@ -52,7 +56,8 @@ class Loading:
 class Service:
     """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `aliases`: names that mean
     another; a name that is none gets the served model, unless `strict_models`. `canonical`: the rules of canonical form that
-    are on; `longest_promise_s`: what a caller can have promised at most of what is kept."""
+    are on; `longest_promise_s`: what a caller can have promised at most of what is kept.
+    `keep_prompts`: token ids of the latest prompts are remembered, so that what is said of them is exact."""
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Service:
         strict_models: bool = False,
         canonical: Collection[str] = RULES,
         longest_promise_s: float = 0.0,
+        keep_prompts: bool = False,
     ) -> None:
         self.keepalive_s = keepalive_s
         self.accounts = accounts or Accounts()
@@ -81,6 +87,7 @@ class Service:
         self._body_bytes = 0
         self._told_of_tools = False
         self._conversations = Conversations()
+        self.asked = AskedPrompts(keep_ids=keep_prompts)
         self._aliases = dict(aliases or {})
         self._strict_models = strict_models
 
@@ -192,6 +199,9 @@ class Service:
             account.tokenised(len(prompt.ids))
             requests = _requests(id, served, ask, prompt.ids, answering, deadline_s=self._deadline_s(ask, account))
             requests = [self._caching(one, ask, prompt) for one in requests]
+            named = None
+            with self.accounts.guarded():
+                named = await self.off_loop(self.asked.of, served, ask, requests[0])
             account.session, account.retention = ask.handling.session or ask.caching.session, requests[0].retention
             account.max_tokens = requests[0].max_tokens
             generation = Generation(
@@ -203,12 +213,14 @@ class Service:
                 account=account,
                 keepalive_s=self.keepalive_s,
                 on_heard=partial(self.prompting.heard, served, ask, prompt),
-                on_answer=self._ended,
+                on_answer=partial(self._ended, id),
                 on_landed=self._landed,
                 on_whole=partial(self._keep, ask) if ask.keep else None,
             )
             generation.acted = prompt.acted
             self._flights[id] = generation
+            if named is not None:
+                self.asked.begin(named, id, ask.caller.tenant)
             self.metrics.asked(answers=len(requests), max_tokens=requests[0].max_tokens)
             try:
                 generation.submit()
@@ -301,8 +313,17 @@ class Service:
     def _landed(self, generation: Generation) -> None:
         self._flights.pop(generation.id, None)
 
-    def _ended(self, answer: Answer) -> None:
-        """Count and log an answer."""
+    async def why(self, id: str, tenant: str) -> dict[str, Any] | None:
+        """Return why of a request that has ended no more was reused, as `why_json` tells it; None where it is not remembered,
+        or runs."""
+        served = self.require_served()
+        found = self.asked.find(id, tenant)
+        if found is None or found[0].outcome is None:
+            return None
+        return await asyncio.to_thread(_why, served, *found)
+
+    def _ended(self, id: str, answer: Answer) -> None:
+        """Count and log an answer; `id` is its request's."""
         assert answer.receipt is not None
         assert answer.finish is not None
         receipt = answer.receipt
@@ -310,6 +331,9 @@ class Service:
             receipt = replace(receipt, completion_tokens=answer.completion_tokens)
         with self.accounts.guarded():
             self.metrics.observe(answer.finish, receipt)
+        if answer.index == 0:
+            with self.accounts.guarded():
+                self.asked.end(id, answer.request.tenant, receipt, answer.tokens)
         log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
 
     def _prepared(self, served: Served, ask: Ask) -> tuple[Prompt, Answering]:
@@ -338,6 +362,13 @@ class Service:
         if line not in self._logged and len(self._logged) < _LINES_ONCE:
             self._logged.add(line)
             log.info("%s", line)
+
+
+def _why(served: Served, asked: Asked, before: Sequence[Asked]) -> dict[str, Any]:
+    cache = served.cache
+    fates = None if cache is None else lambda keys, at_s: cache.fates(keys, at_s=at_s)
+    piece_tokens = BLOCK_TOKENS if cache is None else cache.representation.piece_tokens
+    return why_json(explain(asked, before, fates=fates, piece_tokens=piece_tokens, renderer=served.renderer, now_s=time.time()))
 
 
 def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:

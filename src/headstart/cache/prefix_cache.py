@@ -26,9 +26,10 @@ import numpy.typing as npt
 
 from headstart.block.checks import Buffer, flat
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, Content, chain, chain_keys, require_salt, token_bytes
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, chain, chain_keys, require_salt, token_bytes
 from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
+from headstart.cache.explaining import Fate, fates_of
 from headstart.cache.faults import counted
 from headstart.cache.finding import Finder, Found
 from headstart.cache.lease import Lease
@@ -270,6 +271,20 @@ class PrefixCache:
 
         lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
+
+    def fates(self, keys: Sequence[BlockKey], *, at_s: float) -> list[Fate]:
+        """Return for each key of a chain why nothing was found under it at `at_s` (seconds since 1970), as far as saves,
+        journals and tiers remember. Takes milliseconds, and looks at media."""
+        if self._closed or self._forked:
+            return [Fate("unknown")] * len(keys)
+        return fates_of(
+            keys,
+            at_s=at_s,
+            representation=self._digest,
+            tiers=[source.tier for source in self._sources],
+            history=self._saver.history,
+            counters=self._counters,
+        )
 
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""

@@ -27,6 +27,7 @@ from headstart.block.representation import Representation
 from headstart.cache.budget import WriteBudget
 from headstart.cache.extents import ExtentBuilder
 from headstart.cache.faults import counted
+from headstart.cache.history import SaveHistory
 from headstart.cache.lookup import Pieces, absent_runs, last_boundary, pieces_of
 from headstart.cache.source import Source
 from headstart.cache.ticket import SaveResult, Ticket
@@ -84,6 +85,7 @@ class Saver:
         self._queue_bytes = queue_bytes
         self._counters = counters
         self._builder = ExtentBuilder(representation)
+        self.history = SaveHistory()
         self._budget = WriteBudget(write_budget_bytes, counters=counters)
         self._condition = Condition()
         self._queue: deque[tuple[SaveRequest, int, Ticket]] = deque()
@@ -101,6 +103,8 @@ class Saver:
     def submit(self, request: SaveRequest) -> Ticket:
         """Queue a save, or return a ticket that is done already, with the reason."""
         ticket = Ticket()
+        if not request.memory_only:
+            self.history.add(ticket, partial(_keys_of, request), own_tokens=request.own_tokens)
         nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._builder.largest_bytes_per_token)
         nbytes += sum(state.nbytes for state in request.states.values())
         with self._condition:
@@ -204,13 +208,7 @@ class Saver:
             source.quarantine.delete_corrupt()
 
     def _save(self, request: SaveRequest) -> SaveResult:
-        keys = chain_keys(
-            request.tokens,
-            root=request.root,
-            salt=request.salt,
-            shared_tokens=request.shared_tokens,
-            contents=request.contents,
-        )
+        keys = _keys_of(request)
         state_bytes = max((state.nbytes for state in request.states.values()), default=0)
         targets = [_Target(source) for source in self._sources if source.tier.trusted or not request.memory_only]
         try:
@@ -377,6 +375,16 @@ class Saver:
             written_bytes=written_bytes,
             reason=refused[-1] if refused else None,
         )
+
+
+def _keys_of(request: SaveRequest) -> list[BlockKey]:
+    return chain_keys(
+        request.tokens,
+        root=request.root,
+        salt=request.salt,
+        shared_tokens=request.shared_tokens,
+        contents=request.contents,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ _COMMANDS = {
     "keys": ("headstart.cli.keys:keys", "Make, list and remove API keys."),
     "usage": ("headstart.cli.usage:usage", "Add up what tenants used."),
     "diff": ("headstart.cli.diff:diff", "Tell where two prompts part, why, and what it costs."),
+    "why": ("headstart.cli.why:why", "Tell what a running server reused of a request, what not, and why."),
     "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
     "record": ("headstart.cli.record:record", "Pass requests on to a server and keep what lint needs of them."),
     "doctor": ("headstart.cli.doctor:doctor", "Tell whether a model's chat template and the cache's disk are fit for a cache."),

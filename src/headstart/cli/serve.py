@@ -22,6 +22,7 @@ import uvicorn
 from headstart.api.access import is_loopback
 from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
+from headstart.api.connections import connection_type
 from headstart.api.keyring import Keyring
 from headstart.api.served import Served
 from headstart.api.service import Service
@@ -81,9 +82,12 @@ class _Server(uvicorn.Server):
             strict_models=config.server.strict_models,
             canonical=config.server.canonical_rules,
             longest_promise_s=longest_promise_s(config.cache.retention),
+            keep_prompts=config.server.keep_prompts,
         )
         settings = uvicorn.Config(
             build_app(self._service, host=config.server.host),
+            http=connection_type(),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",

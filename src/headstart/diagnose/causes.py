@@ -43,7 +43,37 @@ class Cause(StrEnum):
     FAR_BREAKPOINT = "breakpoint_far"
     LAPSED = "ttl_lapsed"
     CONCURRENT = "concurrent"
+    # Only a server can know: the prompt begins like an earlier one, and what was computed then was not used.
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    DELETED = "deleted"
+    CORRUPT = "corrupt"
+    PENDING = "not_yet_written"
+    REPRESENTATION = "other_representation"
+    RECOMPUTED = "recompute_cheaper"
+    FULL = "store_full"
+    BUDGET = "write_budget"
+    DROPPED = "write_dropped"
+    LATE = "load_failed"
+    OFF = "caching_off"
+    UNKNOWN = "not_remembered"
 
+
+LOST = (
+    Cause.EVICTED,
+    Cause.EXPIRED,
+    Cause.DELETED,
+    Cause.CORRUPT,
+    Cause.PENDING,
+    Cause.REPRESENTATION,
+    Cause.RECOMPUTED,
+    Cause.FULL,
+    Cause.BUDGET,
+    Cause.DROPPED,
+    Cause.LATE,
+    Cause.OFF,
+    Cause.UNKNOWN,
+)
 
 FIXES = {
     Cause.BOS: "let either the template or the tokenizer write the beginning-of-text token, not both: set add_special_tokens "
@@ -79,6 +109,19 @@ FIXES = {
     Cause.FAR_BREAKPOINT: "set one more breakpoint in between: at most 20 blocks are looked back over from each",
     Cause.LAPSED: "ask for a longer life (ttl), or send the prefix again before it ends",
     Cause.CONCURRENT: "send one request first, and the others when its answer has begun",
+    Cause.EVICTED: "give the cache more room (cache.capacity), or keep what must stay by a class of cache.retention or a pin",
+    Cause.EXPIRED: "ask for a class of cache.retention that may grow older, or send the prefix again before it does",
+    Cause.DELETED: "nothing: somebody removed it on purpose, with headstart cache rm for instance",
+    Cause.CORRUPT: "check the disk; headstart cache verify reads the rest",
+    Cause.PENDING: "send one request first, and the others when its answer has begun and a moment has passed",
+    Cause.REPRESENTATION: "serve with the dtype, engine and shards that wrote it; only an equal representation is read",
+    Cause.RECOMPUTED: "nothing: reading it would have taken longer; a faster disk, or more cache.memory, turns that round",
+    Cause.FULL: "give the cache more room (cache.capacity, cache.quotas), or unpin something",
+    Cause.BUDGET: "raise cache.write_budget, if the disk may wear faster",
+    Cause.DROPPED: "use a disk that keeps up with what is computed; the log and /metrics say what failed",
+    Cause.LATE: "look at the disk: a read failed or did not end in time; the log and /metrics say which",
+    Cause.OFF: "leave out prompt_cache_options.mode, or set a breakpoint behind what is to be kept",
+    Cause.UNKNOWN: "nothing that is remembered says why: the latest saves and removals are",
 }
 
 # What other servers call it: OpenAI's prompt_cache_diagnostics.reason, and Anthropic's cache_miss_reason where it does not
@@ -96,6 +139,7 @@ _OPENAI = {
     Cause.SUMMARISED: "context_compacted",
     Cause.TRUNCATED: "context_compacted",
     **_BY_RULES,
+    **dict.fromkeys(LOST, "unavailable"),
 }
 _ANTHROPIC = {
     Cause.MODEL: "model_changed",
@@ -103,6 +147,7 @@ _ANTHROPIC = {
     Cause.SALT: "unavailable",
     Cause.TEMPLATE: "unavailable",
     **_BY_RULES,
+    **dict.fromkeys(LOST, "unavailable"),
 }
 
 

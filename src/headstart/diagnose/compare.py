@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ class Hunk:
     b_end: int
 
 
-def common(a: Units, b: Units) -> int:
+def common(a: npt.NDArray[np.unsignedinteger[Any]], b: npt.NDArray[np.unsignedinteger[Any]]) -> int:
     """Return how many units `a` and `b` begin with alike."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])

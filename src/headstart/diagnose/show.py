@@ -81,7 +81,7 @@ def lines_of(report: Report, prices: Prices) -> Iterator[str]:
     if report.notes:
         yield ""
     for note in report.notes:
-        yield from _wrapped("note      ", note)
+        yield from wrapped("note      ", note)
 
 
 def _finding_lines(finding: Finding, about: str) -> Iterator[str]:
@@ -95,12 +95,12 @@ def _finding_lines(finding: Finding, about: str) -> Iterator[str]:
     yield f"{at}: {where}"
     if a.before or a.text or b.text:
         for side, around in (("A", a), ("B", b)):
-            yield f"  {side}  {_marked(around)}"
-    yield from _wrapped("  cause   ", f"{finding.cause}: {finding.evidence}" + _times(finding))
-    yield from _wrapped("  fix     ", finding.fix)
+            yield f"  {side}  {marked(around)}"
+    yield from wrapped("  cause   ", f"{finding.cause}: {finding.evidence}" + _times(finding))
+    yield from wrapped("  fix     ", finding.fix)
 
 
-def _marked(around: Around) -> str:
+def marked(around: Around) -> str:
     """A text with brackets round what differs, and the token's id before it."""
     before = visible(around.before + ".")[-_SHOWN // 2 - 1 : -1]  # spaces at its end are not at a line's end
     text = visible(around.text)
@@ -122,10 +122,10 @@ def _cost_lines(report: Report, prices: Prices, about: str) -> Iterator[str]:
         parts.append(f"{ms:,.0f} ms")
     if (cost := prices.cost(report.lost_tokens)) is not None:
         parts.append(f"{cost:.6f} more to pay")
-    yield from _wrapped("  lost    ", "; ".join(parts))
+    yield from wrapped("  lost    ", "; ".join(parts))
 
 
-def _wrapped(label: str, text: str) -> Iterator[str]:
+def wrapped(label: str, text: str) -> Iterator[str]:
     lines = wrap(text, _WIDTH - len(label), break_long_words=False, break_on_hyphens=False) or [""]
     for n, line in enumerate(lines):
         yield (label if n == 0 else " " * len(label)) + line

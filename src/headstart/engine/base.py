@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from headstart.block.identity import Identity
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -222,4 +224,13 @@ class MeasuredEngine(Protocol):
 
     def next_logits(self, tokens: Sequence[int]) -> Any:
         """Return float32 logits [vocabulary] for the token after `tokens`, computed without the cache: the reference."""
+        ...
+
+
+@runtime_checkable
+class StoringEngine(Protocol):
+    """What an engine with adapters over a prefix cache can be asked besides."""
+
+    def identity(self, adapter: str | None) -> Identity | None:
+        """Return the identity by which an adapter's prompts are stored; None: the cache's own."""
         ...

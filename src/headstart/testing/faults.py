@@ -19,6 +19,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    Gone,
     Placement,
     Problem,
     ReadRange,
@@ -145,6 +146,12 @@ class FaultyTier:
 
     def unpin(self, extents: Sequence[ExtentId]) -> None:
         self.inner.unpin(extents)
+
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        return self.inner.removed(representation, keys, before_ms=before_ms)
+
+    def representations(self) -> list[bytes]:
+        return self.inner.representations()
 
     def tend(self) -> bool:
         self._strike("tend")

@@ -165,6 +165,15 @@ OnChange = Callable[[Change | None], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """That a block was taken away, in milliseconds since 1970, and why: as `delete` was told, or "capacity", "full", "min-free"
+    (room was needed), "quota", "expired", "corrupt"."""
+
+    time_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WriteOutcome:
     """`stored`: the extent is in the tier after the call. `reason`: "written", "present" (already there), or why not: "full",
     "too-large", "stopped", "error", "quota" (the tenant's other extents may not go), "budget" (not worth today's writes)."""
@@ -253,6 +262,15 @@ class Tier(Protocol):
 
         What is "corrupt" goes even under a lease: from now on it is not found and not read, so that its blocks can be written
         anew at once; only its space may wait for the last release."""
+        ...
+
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        """Return for each key when, up to `before_ms`, an extent with it was taken away last, as far as that is remembered:
+        the latest some thousands of extents. What was only written elsewhere, or joined to others, was not taken away."""
+        ...
+
+    def representations(self) -> list[bytes]:
+        """Return the digests of the representations of which extents are, or were, here."""
         ...
 
     def tend(self) -> bool:

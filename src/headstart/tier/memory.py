@@ -7,7 +7,8 @@ process's memory, hence `trusted`: whoever loads from here need not verify them 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -25,6 +26,7 @@ from headstart.tier.base import (
     Change,
     ExtentId,
     ExtentInfo,
+    Gone,
     OnChange,
     Placement,
     Problem,
@@ -36,6 +38,7 @@ from headstart.tier.base import (
 )
 from headstart.tier.index import PREFIX_BYTES
 
+_REMOVALS_KEPT = 4096  # extents
 _POSITION_BITS = 24  # an index entry packs extent id and the block's place in it into one int
 
 
@@ -118,6 +121,7 @@ class MemoryTier:
         self._leased_bytes = 0
         self._counters = Counters()
         self._on_change: OnChange | None = None
+        self._removals: deque[tuple[Gone, bytes, tuple[bytes, ...]]] = deque(maxlen=_REMOVALS_KEPT)  # oldest first
 
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes."""
@@ -163,7 +167,7 @@ class MemoryTier:
                 if found.leases == 0:
                     self._leased_bytes -= found.region.nbytes
                     if self._closed:
-                        self._remove(found)
+                        self._remove(found, "")
 
     def read(self, reads: Sequence[ReadRange]) -> int:
         total = 0
@@ -228,6 +232,19 @@ class MemoryTier:
     def unpin(self, extents: Sequence[ExtentId]) -> None:
         """Nothing is ever pinned here."""
 
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        with self._lock:
+            removals = [one for one in self._removals if one[1] == representation and one[0].time_ms <= before_ms]
+        wanted = set(keys)
+        gone: dict[bytes, Gone] = {}
+        for how, _, those in removals:
+            gone.update(dict.fromkeys(wanted.intersection(those), how))
+        return [gone.get(key) for key in keys]
+
+    def representations(self) -> list[bytes]:
+        with self._lock:
+            return list(self._places)
+
     def tend(self) -> bool:
         return False
 
@@ -250,7 +267,7 @@ class MemoryTier:
             if reason != "corrupt":
                 found = [one for one in found if not one.leases]
             for one in found:
-                self._remove(one)
+                self._remove(one, reason)
         if found:
             self._counters.add(f"deleted_{reason}", len(found))
         return len(found)
@@ -300,7 +317,7 @@ class MemoryTier:
         with self._lock:
             self._closed = True
             for extent in [extent for extent in self._extents.values() if not extent.leases]:
-                self._remove(extent)
+                self._remove(extent, "")
             self._arena.close()
 
     def __repr__(self) -> str:
@@ -320,15 +337,17 @@ class MemoryTier:
         region = self._arena.allocate(nbytes)
         if region is None:
             for extent in [extent for extent in self._extents.values() if not extent.leases]:
-                self._remove(extent)
+                self._remove(extent, "capacity")
                 self._counters.add("evicted_capacity")
                 region = self._arena.allocate(nbytes)
                 if region is not None:
                     break
         return region
 
-    def _remove(self, extent: _Extent) -> None:
+    def _remove(self, extent: _Extent, reason: str) -> None:
         del self._extents[extent.id]
+        if not self._closed:
+            self._removals.append((Gone(time.time_ns() // 1_000_000, reason), extent.representation, extent.keys))
         if extent.leases:
             self._leased_bytes -= extent.region.nbytes
         self._places[extent.representation].leave(extent)

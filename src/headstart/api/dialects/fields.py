@@ -24,6 +24,11 @@ ANSWERS = 16  # to one request
 LOGPROBS = 20  # tokens told beside each
 BIASES = 1024
 
+# What is left of an emoji or the like when a text is cut inside of it.
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+
 # Types as msgspec writes them, for people. That null is allowed too need not be said.
 _IN_WORDS = {
     "int": "a whole number",
@@ -93,7 +98,9 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        cut = re.search("surrogate|truncated", str(error)) and _HALF.search(body)
+        why = f"{cut[0].decode()} is half of a character that is written as two; a text was cut there" if cut else error
+        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):  # some clients write every number as 5.0

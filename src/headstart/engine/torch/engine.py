@@ -139,10 +139,11 @@ class TorchEngine(ServingEngine[Sequence]):
                 constraint=request.constraint,
             ),
             use_cache=request.use_cache and self._bridge is not None,
-            identity=self._identity(request.adapter),
+            identity=self.identity(request.adapter),
         )
 
-    def _identity(self, adapter: str | None) -> Identity | None:
+    def identity(self, adapter: str | None) -> Identity | None:
+        """See `StoringEngine`."""
         if adapter is None or self.cache is None:
             return None
         assert isinstance(self.model, TorchModel)

@@ -25,6 +25,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    Gone,
     OnChange,
     Placement,
     Problem,
@@ -285,6 +286,22 @@ class DeviceTier:
         """Return the latest removals that are remembered, oldest first."""
         removals = chain.from_iterable(tier.removals() for tier in self._asking.tiers())
         return sorted(removals, key=lambda removal: removal.time_ms)
+
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        """As the door says; of several devices, what went last."""
+        gone: list[Gone | None] = [None] * len(keys)
+        asked = [device for device in self.devices if device.answers]
+        work = {
+            device: partial(DiskTier.removed, representation=representation, keys=keys, before_ms=before_ms) for device in asked
+        }
+        for found in self._asking.look_up(work, "removed").values():
+            gone = [
+                max(filter(None, pair), key=lambda one: one.time_ms, default=None) for pair in zip(gone, found, strict=True)
+            ]
+        return gone
+
+    def representations(self) -> list[bytes]:
+        return list(dict.fromkeys(chain.from_iterable(tier.representations() for tier in self._asking.tiers())))
 
     def representation(self, digest: bytes) -> Representation | None:
         """Return the representation of which extents are or were here."""

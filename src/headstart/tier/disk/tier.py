@@ -24,6 +24,7 @@ from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
     ExtentInfo,
+    Gone,
     OnChange,
     Placement,
     Problem,
@@ -35,9 +36,11 @@ from headstart.tier.base import (
     WriteOutcome,
 )
 from headstart.tier.disk.books import Removal
+from headstart.tier.disk.carrying import MOVED
 from headstart.tier.disk.check import check_files, check_store
 from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, RealDisk
+from headstart.tier.disk.doubles import JOINED
 from headstart.tier.disk.follow import Others
 from headstart.tier.disk.only_read import open_to_read
 from headstart.tier.disk.pause import FULL, ONLY_READABLE
@@ -64,6 +67,7 @@ REFRESH_INTERVAL_S = 0.05
 _SCAN_ROWS = 2048  # some milliseconds
 FOLLOW_S = 1.0  # how long a lease waits for its look at what other processes did
 CHANGE_FOLLOW_S = 5.0  # and a change: where the disk is slow, too, something must get stored
+_ELSEWHERE = (JOINED, MOVED)  # why extents went whose blocks are still there
 _UNPLACED = ExtentName(SegmentName(b"", 0), 0)
 
 
@@ -239,6 +243,25 @@ class DiskTier:
     def count_uses_from(self, uses: int) -> None:
         with self._store.lock:
             self._store.books.counter = max(self._store.books.counter, min(uses, USES - 2))
+
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        self.refresh()
+        books = self._store.books
+        with self._store.lock:  # a copy: what is looked through may be a million blocks
+            removals = [one for one in books.removals if one.time_ms <= before_ms and one.reason not in _ELSEWHERE]
+            of = {segment: books.segments.get(segment) for segment in {one.extent.segment for one in removals}}
+        wanted = {key[:PREFIX_BYTES] for key in keys}
+        gone: dict[bytes, Gone] = {}
+        for one in sorted(removals, key=lambda removal: removal.time_ms):
+            segment = of[one.extent.segment]
+            if segment is None or segment.representation in (b"", representation):
+                found = wanted.intersection(_prefixes(one.prefixes))
+                gone.update(dict.fromkeys(found, Gone(one.time_ms, one.reason)))
+        return [gone.get(key[:PREFIX_BYTES]) for key in keys]
+
+    def representations(self) -> list[bytes]:
+        with self._store.lock:
+            return list(self._store.books.representations)
 
     def representation(self, digest: bytes) -> Representation | None:
         """Return the representation of which extents are or were here."""
@@ -420,6 +443,10 @@ def _probe(disk: Disk, place: Directory) -> bool:
         if error.errno not in FULL:
             raise
         return False  # a full disk can still be read, if what is there can be taken over without a byte more
+
+
+def _prefixes(joined: bytes) -> Iterator[bytes]:
+    return (joined[at : at + PREFIX_BYTES] for at in range(0, len(joined), PREFIX_BYTES))
 
 
 def _require_short(word: str) -> None:

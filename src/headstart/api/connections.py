@@ -1,0 +1,91 @@
+"""Connections to the server: how many there may be, and how long one may be held without a request.
+
+uvicorn's own protocol bounds neither. Whoever opens connections and sends nothing, or a header a minute, would take all
+descriptors of the process, those for reading the cache included; keys do not help, since none is asked for before a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import uuid
+from typing import Any, ClassVar
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from headstart.api.errors import error_object
+from headstart.errors import RequestError
+
+HEAD_S = 30.0  # in which the headers of a request must have come, from the connection's opening or their first byte on
+_TOLD_S = 60.0  # how often the log says that there are too many
+_log = logging.getLogger("headstart")
+
+
+def connection_type(*, head_s: float = HEAD_S, most: int | None = None) -> type[H11Protocol]:
+    """Return the protocol for one server's connections. `most`: at once, by default half of what the process may open."""
+    return type("Connection", (_Connection,), {"head_s": head_s, "most": _half_of_all() if most is None else most})
+
+
+class _Connection(H11Protocol):
+    head_s: ClassVar[float]
+    most: ClassVar[int]
+    tell_from_s: ClassVar[float] = 0.0
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._waiting: asyncio.TimerHandle | None = None  # for a head; set while there is no request
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the one above
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._tell()
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_no_more()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._await_no_more()
+        if self.cycle is None or self.cycle.response_complete:  # what came was no whole head
+            self._await_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in the form of most clients, since nobody can know which of them it was."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # it has its answer, and went on with nonsense
+            self.transport.close()
+            return
+        error = RequestError(f"{msg.rstrip('.')}; send HTTP/1.1, with one Host and a head under 64 KiB", code="invalid_http")
+        body = msgspec.json.encode(error_object(error))
+        named = {"content-type": "application/json", "connection": "close", "x-request-id": f"req_{uuid.uuid4().hex}"}
+        head = h11.Response(status_code=error.status, headers=list(named.items()), reason="Bad Request")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _await_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _tell(self) -> None:
+        if self.loop.time() >= self.tell_from_s:
+            type(self).tell_from_s = self.loop.time() + _TOLD_S
+            _log.warning("more than %d connections are open; new ones are closed until some end", self.most)
+
+
+def _half_of_all() -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if allowed == resource.RLIM_INFINITY else max(16, allowed // 2)

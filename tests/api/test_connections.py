@@ -1,0 +1,147 @@
+"""Whoever holds connections without asking anything, or leaves in the middle, costs others nothing and the log no trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.serving import listening, running, served
+from headstart.api.accounts import Accounts
+from headstart.api.service import Service
+from headstart.ledger.log import UsageLog
+from headstart.ledger.reading import Reading, entries
+from headstart.testing.fake_engine import FakeEngine
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connected(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30)
+
+
+def read_all(client: socket.socket) -> bytes:
+    got = b""
+    try:
+        while piece := client.recv(1 << 16):
+            got += piece
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def ask_version(client: socket.socket) -> None:
+    client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    got = b""
+    while not got.endswith(b"}"):
+        got += client.recv(1 << 16)
+    assert got.startswith(b"HTTP/1.1 200")
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_connection_without_a_whole_head_is_closed_and_one_that_waits_for_its_answer_is_not() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    service = Service()
+    service.ready(served(engine))
+    answers: list[int] = []
+
+    def ask(url: str) -> None:
+        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60).status_code)
+
+    with listening(service, head_s=0.3) as url:
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        eventually(lambda: engine.load().running == 1)
+        with connected(url) as silent, connected(url) as dripping, connected(url) as again:
+            ask_version(again)
+            again.sendall(b"GET /ver")  # the next one on a connection that was in use
+            dripping.sendall(HEAD)
+            while not select.select([dripping], [], [], 0.05)[0]:
+                dripping.sendall(b"a: b\r\n")
+            left = [read_all(client) for client in (dripping, silent, again)]
+        engine.gate.set()
+        asking.join()
+    engine.close()
+    assert left == [b"", b"", b""]
+    assert answers == [200]
+
+
+def test_there_are_only_so_many_connections_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service()
+    with caplog.at_level(logging.WARNING), listening(service, most=2) as url:
+        with connected(url) as first, connected(url) as second:
+            for client in (first, second):
+                ask_version(client)
+            for _ in range(3):
+                with connected(url) as third:
+                    assert read_all(third) == b""
+
+        def answered() -> bool:
+            try:
+                return httpx.get(f"{url}/version", timeout=30).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        eventually(answered)
+    assert [record.message for record in caplog.records if "connections are open" in record.message] == [
+        "more than 2 connections are open; new ones are closed until some end"
+    ]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /version HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x00not http\r\n\r\n",
+        HEAD + b"Content-Length: -5\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    ],
+    ids=["no host", "not http", "negative length", "two lengths", "large head"],
+)
+def test_what_is_not_http_is_answered_like_any_mistake(sent: bytes) -> None:
+    with listening(Service()) as url, connected(url) as client:
+        client.sendall(sent)
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"x-request-id: req_" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_client_that_leaves_amid_its_body_is_one_line_of_the_usage_log_and_no_trace_in_the_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accounts = Accounts(log=UsageLog(tmp_path, keep_bytes=1 << 20))
+    with caplog.at_level(logging.INFO), running(FakeEngine(), accounts=accounts) as server:
+        for path in (b"/v1/completions", b"/v1/messages", b"/v1/messages/count_tokens", b"/tokenize"):
+            with connected(server.url) as client:
+                client.sendall(HEAD.replace(b"/v1/completions", path) + b'Content-Length: 100\r\n\r\n{"prompt":')
+        eventually(lambda: len(list(entries(tmp_path, Reading()))) == 2)
+    assert [(line.finish, line.status) for line in entries(tmp_path, Reading())] == [("abort", 499)] * 2
+    assert [record.message for record in caplog.records if record.exc_info or "Exception" in record.message] == []
+
+
+def test_half_of_a_character_is_named() -> None:
+    with running(FakeEngine()) as server:
+        for half in (rb'"\ud83d"', rb'"\udc00x"', rb'"\ud83d and more"'):
+            body = b'{"prompt": ' + half + b', "max_tokens": 1}'
+            answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert "is half of a character that is written as two" in answer.json()["error"]["message"], answer.text
+        whole = httpx.post(f"{server.url}/v1/completions", json={"prompt": "\U0001f600", "max_tokens": 1})
+        assert whole.status_code == 200
