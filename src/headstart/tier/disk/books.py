@@ -159,6 +159,7 @@ class Books(ExtentTable):
         """Note what the file system charges for a segment."""
         self.allocated_bytes += allocated_bytes - segment.allocated_bytes
         segment.allocated_bytes = allocated_bytes
+        segment.overhead_bytes = min(segment.overhead_bytes, segment.idle_bytes)
         segment.stale = False
 
     def _open(self, record: SegmentOpened, *, own: bool) -> None:

@@ -8,18 +8,17 @@ from pathlib import Path
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
 from headstart.tier.disk.records import PREFIX_BYTES
-from headstart.tier.disk.removal import alone, give_back_waiting, measure_stale
+from headstart.tier.disk.removal import METADATA_BYTES, alone, give_back_left, give_back_waiting, measure_stale
 from headstart.tier.disk.store import Store
 from headstart.tier.disk.table import Segment
-
-_METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own, and move them about later
 
 
 def check_store(store: Store) -> list[Problem]:
     """Compare segments, extents and index with the directory. The caller has the turn, so nothing of this process changes;
     segments of other living writers may grow meanwhile and are not measured."""
-    give_back_waiting(store)
     measure_stale(store)
+    give_back_waiting(store)
+    give_back_left(store)
     problems = list(_check_names(store))
     if not store.reads_back():
         problems.append(Problem("journal", "the own journal is not what was written; it is begun anew"))
@@ -78,7 +77,7 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
     with store.lock:
         extents = sorted(store.books.place(row)[1:] for row in segment.rows.values())
         charged, end, own = segment.allocated_bytes, segment.end, segment.name.writer == store.writer
-    if own and abs(facts.allocated_bytes - charged) > _METADATA_BYTES:
+    if own and not segment.stale and abs(facts.allocated_bytes - charged) > METADATA_BYTES:
         yield Problem(str(path), f"the file system charges {facts.allocated_bytes} bytes, {charged} are counted")
     if own and facts.size > end:
         yield Problem(str(path), f"{facts.size - end} bytes stand behind the last extent")
@@ -93,14 +92,14 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Problem]:
         used = segment.header_bytes + sum(nbytes for _, nbytes in extents)
         if not extents and not any(place[0] is segment for place in store.waiting):
             yield Problem(str(path), "no extent is left in it, and the file is still there")
-        elif store.holes and facts.allocated_bytes > used + _METADATA_BYTES and (kept := _kept_bytes(store, segment)) > used:
+        elif store.holes and facts.allocated_bytes > used + METADATA_BYTES and (kept := _kept_bytes(store, segment)) > used:
             yield Problem(str(path), f"the file system charges {kept} bytes, its extents take {used}")
 
 
 def _kept_bytes(store: Store, segment: Segment) -> int:
     """Return what a segment is charged for while nobody reads or removes anything in it; 0 where somebody does."""
     with alone(store, segment, segment.header_bytes, max(segment.end - segment.header_bytes, 1)) as handle:
-        return 0 if handle is None else max(0, store.disk.facts(handle).allocated_bytes - _METADATA_BYTES)
+        return 0 if handle is None else max(0, store.disk.facts(handle).allocated_bytes - METADATA_BYTES)
 
 
 def _abandoned(store: Store, path: Path) -> bool:

@@ -17,7 +17,7 @@ from headstart.policy.eviction import Emptying, Files, Worth, choose_emptying, c
 from headstart.policy.retention import FOREVER_MS
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.records import PREFIX_BYTES
-from headstart.tier.disk.removal import alone, give_back_empty, give_back_waiting, remove, unlink
+from headstart.tier.disk.removal import alone, give_back_left, give_back_waiting, remove, unlink
 from headstart.tier.disk.table import ROW_MASK, Segment
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
     gives nothing back."""
     start = store.allocated_bytes
     give_back_waiting(store)
-    give_back_empty(store)
+    give_back_left(store)
     _trim_tenants(store)
     refused: set[ExtentId] = set()  # leased by other processes, or cannot be written anew
     while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
@@ -285,7 +285,7 @@ def drop_files(store: Store, needed_bytes: int) -> None:
     """Remove whole segment files, the least worthy first, until so many bytes are free: the way to make room without a byte
     for the journal. What was in a file that is gone is gone, whatever journals say."""
     start = store.allocated_bytes
-    give_back_empty(store)
+    give_back_left(store)
     weighed = _weigh(store, set())
     files = _files_of(store, weighed)
     promised = weighed.worth.promised_ms > store.now_ms()

@@ -39,7 +39,7 @@ from headstart.tier.disk.records import (
     Unknown,
     milliseconds,
 )
-from headstart.tier.disk.removal import alone, measure
+from headstart.tier.disk.removal import METADATA_BYTES, give_back_left
 from headstart.tier.disk.scan import scan_segment
 from headstart.tier.disk.store import Store
 from headstart.tier.disk.table import Segment
@@ -51,7 +51,6 @@ _LARGE_SHARE = 8  # a dead journal that takes more than such a part of the capac
 _HIGHEST = SEQUENCES // 2  # sequence or generation that a writer goes on from: as many again are left
 _FOREIGN = ("version", "unreadable", "error")  # why a journal stopped that is not simply torn
 _REMOVAL_BYTES = 256  # about what one takes in a journal
-_SLACK_BYTES = 32 << 10  # what a file system may charge a file beside its data
 _JOURNAL_BYTES = 8 << 10  # a journal's first block, and one that a folder may grow by
 _TRIES = 16
 _MANY, _LOOK_AT_ONCE, _LOOKERS = 256, 64, 4  # segments that are looked at by threads, by each at a time, and how many threads
@@ -284,9 +283,7 @@ def _settle(store: Store, listing: Listing, dead: set[bytes]) -> None:
         store.remove(short, reason="lost")
     store.seal([s for s in opened if s.name.writer == store.writer and not s.sealed and not s.gone])
     _adopt_unknown(store, listing, dead)
-    for segment in list(store.books.segments.values()):
-        if not segment.gone and segment.opened and (segment.recorded or segment.name.writer in dead):
-            _give_back(store, segment)
+    give_back_left(store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,13 +323,13 @@ def _see(store: Store, segment: Segment) -> _Seen:
 def _measure(store: Store, segment: Segment, seen: _Seen, dead: set[bytes]) -> list[ExtentId]:
     """Count a segment, and cut it where its writer is dead; returns the extents that the file is too short for."""
     books, facts = store.books, seen.facts
+    segment.sealed |= segment.name.writer in dead and segment.name.writer != store.writer  # who goes on for it begins new ones
     if facts is None:
         if seen.error is not None:
             raise seen.error
         books.forget_segment(segment)
         return []
     books.charge(segment, facts.allocated_bytes)
-    segment.sealed |= segment.name.writer in dead and segment.name.writer != store.writer  # who goes on for it begins new ones
     if isinstance(seen.error, ExtentCorrupt):
         _drop(store, segment, seen.error, unlink=segment.settled)
         return []
@@ -359,7 +356,7 @@ def _drop(store: Store, segment: Segment, error: StoreError, *, unlink: bool) ->
 
 def _cut(store: Store, segment: Segment, facts: FileFacts) -> None:
     """Cut what stands, or is charged, behind the last extent of a dead writer's segment."""
-    if facts.size <= segment.end and facts.allocated_bytes <= segment.end + _SLACK_BYTES:
+    if facts.size <= segment.end and facts.allocated_bytes <= segment.end + METADATA_BYTES:
         return
     handle = store.disk.open(store.directory.segment_path(segment.name), "write")
     try:
@@ -368,24 +365,6 @@ def _cut(store: Store, segment: Segment, facts: FileFacts) -> None:
         store.books.charge(segment, store.disk.facts(handle).allocated_bytes)
     finally:
         store.disk.close(handle)
-
-
-def _give_back(store: Store, segment: Segment) -> None:
-    """Give back what the writer had no time to: a file without a living extent, gaps between those that live."""
-    if not segment.rows:
-        store.unlink(segment)
-    elif store.holes and segment.allocated_bytes > segment.header_bytes + segment.live_bytes + _SLACK_BYTES:
-        try:
-            last = segment.header_bytes
-            for start, nbytes in [*sorted(store.books.place(row)[1:] for row in segment.rows.values()), (segment.end, 0)]:
-                if start > last:
-                    with alone(store, segment, last, start - last) as handle:
-                        if handle is not None:  # else somebody still reads what was removed: the next open finds it again
-                            store.holes &= store.disk.punch(handle, last, start - last)
-                last = start + nbytes
-        except OSError:
-            store.counters.add("punch_failed")
-        measure(store, segment)
 
 
 def _adopt_unknown(store: Store, listing: Listing, dead: set[bytes]) -> None:

@@ -2,7 +2,8 @@
 
     lock its bytes against readers of other processes → journal → no longer found → space given back
 
-What is corrupt is no longer found even while it is under a lease; its space then waits for the last release. Everything here is
+What is corrupt is no longer found even while it is under a lease; its space then waits for the last release. A process that
+dies before the last step leaves dead bytes, in files of the living too: whoever meets them gives them back. Everything here is
 called in the store's turn.
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
 QUARANTINE = "corrupt"
+METADATA_BYTES = 32 << 10  # file systems charge a file for blocks of their own, and move them about later
 _AT_ONCE = 64  # extents forgotten under one hold of the books' lock
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _NO_FILE = Handle(-1)
@@ -98,11 +100,46 @@ def give_back_waiting(store: Store) -> None:
     _settle(store, [segment for segment, _, _ in waiting])
 
 
-def give_back_empty(store: Store) -> None:
-    """Remove files that could not be removed when they became empty."""
+def give_back_left(store: Store) -> None:
+    """Give back what a removal left, because the medium refused or because the process died over it: files in which nothing is
+    alive, and gaps between what lives, though not in a file that is added to here: in that one an extent may stand whose record
+    is just being written."""
     with store.lock:
-        empty = [s for s in store.books.segments.values() if s.opened and not s.gone and not s.rows]
-    _settle(store, empty)
+        segments = list(store.books.segments.values())
+    _settle(store, [s for s in segments if s.opened and not s.rows])
+    appending = set(store.appending.values())
+    for segment in segments:
+        if store.holes and segment.rows and segment not in appending and _is_gaping(segment):
+            _close_up(store, segment)
+
+
+def _is_gaping(segment: Segment) -> bool:
+    """Whether more is charged for a segment than what lives in it explains, and all that lives in it is known."""
+    return segment.settled and not segment.gone and segment.idle_bytes > segment.overhead_bytes + METADATA_BYTES
+
+
+def _close_up(store: Store, segment: Segment) -> None:
+    """Punch out what lies between a segment's living extents. Where somebody reads or is removing now, a later call does."""
+    if segment.stale:
+        measure(store, segment)
+        if segment.stale or not _is_gaping(segment):
+            return
+    with store.lock:
+        extents = sorted(store.books.place(row)[1:] for row in segment.rows.values())
+    last, busy = segment.header_bytes, False
+    for start, nbytes in [*extents, (segment.end, 0)]:
+        if start > last:
+            with alone(store, segment, last, start - last) as handle:
+                if handle is None:
+                    busy = True
+                else:
+                    _punch(store, handle, last, start - last)
+        last = max(last, start + nbytes)
+    measure(store, segment)
+    if busy:
+        segment.stale = True  # whoever is at it says no more when it is done
+    else:
+        segment.overhead_bytes = segment.idle_bytes
 
 
 @contextmanager
@@ -229,8 +266,8 @@ def measure(store: Store, segment: Segment) -> None:
             store.books.charge(segment, 0)
     except OSError:
         store.counters.add("stat_failed")
-        if not segment.settled:  # it may have grown: too high rather than too low
-            most = segment.capacity_bytes or store.capacity_bytes // 4
+        if segment.stale or not segment.settled:  # it may have grown: too high rather than too low
+            most = segment.end if segment.settled else segment.capacity_bytes or store.capacity_bytes // 4
             with store.lock:
                 store.books.charge(segment, max(segment.allocated_bytes, most))
         segment.stale = True

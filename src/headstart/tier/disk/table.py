@@ -31,8 +31,8 @@ ROW_MASK = (1 << _GENERATION_SHIFT) - 1
 class Segment:
     """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
     `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges, or, when
-    `stale`, did before another process changed the file. `synced_bytes`: up to there it would survive a power loss, and the
-    records of its extents too, as far as this process knows."""
+    `stale`, did before another process changed the file. `overhead_bytes`: what of that no hole brings back. `synced_bytes`: up
+    to there it would survive a power loss, and the records of its extents too, as far as this process knows."""
 
     name: SegmentName
     number: int
@@ -47,6 +47,7 @@ class Segment:
     gone: bool = False
     stale: bool = False
     allocated_bytes: int = 0
+    overhead_bytes: int = 0
     synced_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
@@ -57,6 +58,11 @@ class Segment:
     def settled(self) -> bool:
         """Whether nobody will add to it without this process knowing, so that its file may go."""
         return self.recorded or self.sealed
+
+    @property
+    def idle_bytes(self) -> int:
+        """What is charged beside the header and the living extents."""
+        return max(0, self.allocated_bytes - self.header_bytes - self.live_bytes)
 
 
 @dataclass(frozen=True, slots=True)

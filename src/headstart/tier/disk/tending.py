@@ -10,7 +10,7 @@ from headstart.tier.disk.charges import give_back
 from headstart.tier.disk.doubles import Doubles
 from headstart.tier.disk.evicting import expire
 from headstart.tier.disk.joining import Joiner, Reader
-from headstart.tier.disk.removal import give_back_empty, give_back_waiting
+from headstart.tier.disk.removal import give_back_left, give_back_waiting
 from headstart.tier.disk.store import Store
 
 
@@ -49,7 +49,7 @@ class Tending:
             if not mine:
                 return False
             give_back_waiting(store)
-            give_back_empty(store)
+            give_back_left(store)
             if store.upkeep.touches_due:
                 store.upkeep.flush_touches()
             return expire(store) or give_back(store) or self._doubles.drop()
