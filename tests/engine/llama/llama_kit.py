@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from asking import Answer, eventually
+from gguf_fixtures import Kind
 from headstart.config import CacheConfig, Config, EngineConfig
-from headstart.engine.base import Receipt
+from headstart.engine.base import GenerationRequest, Logprobs, Receipt, TokenEvent
 from headstart.engine.llama import open_engine
 from headstart.engine.llama.engine import LlamaEngine
 
+Made = Callable[[Kind], Path]
 WORDS = 250  # of a tiny model's vocabulary, so that prompts hold no special token
 
 
@@ -44,3 +49,53 @@ def saved(engine: LlamaEngine) -> None:
         return counters.get("save_calls", 0) == counters.get("saves_done", 0)
 
     eventually(done)
+
+
+class Telling(Answer):
+    """An answer with the log probabilities of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logprobs: list[Logprobs | None] = []
+
+    def __call__(self, event: TokenEvent) -> None:
+        if event.token is not None:
+            self.logprobs.append(event.logprobs)
+        super().__call__(event)
+
+
+def tell(engine: LlamaEngine, prompt: Sequence[int], max_tokens: int = 4, **more: Any) -> Telling:
+    """Ask, alone: once nothing is held any more, and until the answer is there."""
+    eventually(lambda: engine.load().kv_used_bytes == 0)
+    answer = Telling()
+    engine.submit(GenerationRequest("told", tuple(prompt), max_tokens, logprobs=20, **more), answer)
+    assert answer._ended.wait(400), "the request did not end"
+    receipt_of(answer)
+    return answer
+
+
+def saved_by_one_that_is_killed(file: Path, directory: Path, prompts: Sequence[Sequence[int]], **engine: Any) -> None:
+    """Have another process compute and save `prompts`, one after the other, and end by SIGKILL."""
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    child = spawning.Process(target=_save, args=(theirs, file, directory, prompts, engine))
+    child.start()
+    try:
+        assert ours.poll(500), "nothing was saved"
+        assert ours.recv() == "saved"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+        theirs.close()
+
+
+def _save(done: Connection, file: Path, directory: Path, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> None:
+    engine = opened(file, directory, **settings)
+    for prompt in prompts:
+        answer = Answer()
+        engine.submit(GenerationRequest("saved", tuple(prompt), 1), answer)
+        assert answer._ended.wait(400)
+        saved(engine)
+    done.send("saved")
+    done.recv()  # never: it is killed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_kit import WORDS, opened, receipt_of, saved
+from llama_kit import WORDS, Made, opened, receipt_of, saved
 
 from asking import Answer, ask, eventually, some_tokens
 from gguf_fixtures import Kind
@@ -17,8 +18,6 @@ from headstart.engine.exactness import same_tokens
 from headstart.engine.llama import opening
 from headstart.engine.llama.engine import LlamaEngine
 from headstart.errors import ContextLengthExceeded, RequestError
-
-Made = Callable[[Kind], Path]
 
 
 @pytest.fixture
@@ -211,12 +210,25 @@ def test_8_sessions_that_abort_at_random_all_end_and_none_is_wrong(exact: None, 
     sessions(gguf("llama"), tmp_path, turns=6, seed=1)
 
 
-def sessions(file: Path, directory: Path, *, turns: int, seed: int) -> None:
-    """Eight conversations that grow, some turns of which are given up; every request ends and no answer is wrong."""
-    draw = random.Random(seed)
-    with opened(file, directory, kv_memory="2MiB", context=1024, max_running=8, kv_type="f32") as engine:
+@pytest.mark.soak
+def test_ten_minutes_of_8_sessions_leave_memory_flat(exact: None, gguf: Made, tmp_path: Path) -> None:
+    resident = sessions(gguf("llama"), tmp_path, seconds=600.0, seed=2)
+    quarter = len(resident) // 4
+    third, last = max(resident[2 * quarter : 3 * quarter]), max(resident[3 * quarter :])
+    assert last <= 1.02 * third, "what is kept in memory is bounded, and full by half of the time"
+
+
+def sessions(file: Path, directory: Path, *, seed: int, turns: int = 1 << 30, seconds: float = 1e9) -> list[int]:
+    """Eight conversations that grow, some turns of which are given up; every request ends and no answer is wrong. Return the
+    pages that this process held in memory after each turn."""
+    draw, resident = random.Random(seed), []
+    until = time.monotonic() + seconds
+    cache = {"capacity": "64MiB", "memory": "16MiB"}
+    with opened(file, directory, kv_memory="2MiB", context=1024, max_running=8, kv_type="f32", cache=cache) as engine:
         texts = [prompt_of(draw.randrange(50, 200), seed=number) for number in range(8)]
         for turn in range(turns):
+            if time.monotonic() > until:
+                break
             asked = {}
             for number, text in enumerate(texts):
                 if len(text) > 800:
@@ -236,6 +248,8 @@ def sessions(file: Path, directory: Path, *, turns: int, seed: int) -> None:
                 assert same(engine, texts[checked], cold, asked[checked])
             for number in set(asked) - given_up:
                 texts[number] += asked[number].tokens
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
         eventually(lambda: engine.load().kv_used_bytes == 0)
         assert engine.cache is not None
         assert engine.cache.check() == []
+    return resident
