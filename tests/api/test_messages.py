@@ -164,6 +164,9 @@ def test_a_failure_in_a_stream_is_raised_by_the_client(says: Any, server: Runnin
     server.engine.fail_after = 3
     with pytest.raises(anthropic.APIError, match="told to fail"), says("Rome.").messages.stream(**ASKED) as stream:
         stream.until_done()
+    answer = httpx.post(f"{server.url}/v1/messages", json=ASKED | {"stream": True}, timeout=20)
+    last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: ")][-1].removeprefix("data: "))
+    assert last["request_id"] == answer.headers["request-id"]
 
 
 def test_errors_have_the_shape_that_the_client_reads(says: Any, server: Running) -> None:

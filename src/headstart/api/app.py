@@ -28,7 +28,7 @@ from headstart.api.accounts import GONE, Account
 from headstart.api.ask import Ask
 from headstart.api.dialects import chat, completions, messages, responses
 from headstart.api.dialects.base import About, Dialect
-from headstart.api.errors import BodyTooLarge, BodyTooSlow, NoSuchReceipt, error_response, plain_response
+from headstart.api.errors import BodyTooLarge, BodyTooSlow, NoSuchReceipt, error_response, plain_response, request_id_of
 from headstart.api.generation import Generation
 from headstart.api.pieces import Piece, joined
 from headstart.api.receipts import Times
@@ -149,7 +149,8 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             raise
         with ExitStack() as until_answered:
             until_answered.enter_context(generation)
-            shape = dialect.shape(ask, About(generation.id, int(time.time()), account.model))
+            about = About(generation.id, int(time.time()), account.model, request_id_of(request.scope))
+            shape = dialect.shape(ask, about)
             if ask.stream:
                 timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
                 stream = EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)

@@ -28,12 +28,13 @@ from headstart.api.generation import Answer, Generation
 from headstart.api.metrics import Metrics
 from headstart.api.pieces import Piece
 from headstart.api.prompting import Prompt, Prompting
+from headstart.api.requests import requests_of
 from headstart.api.served import Served
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.diagnose.why import Asked, explain
 from headstart.diagnose.why_show import why_json
-from headstart.engine.base import FinishReason, GenerationRequest, Receipt
+from headstart.engine.base import FinishReason, Receipt
 from headstart.errors import HeadstartError, RequestError
 from headstart.render.canonical import RULES
 
@@ -197,8 +198,15 @@ class Service:
             self.require_served()  # the server may have begun to go down meanwhile
             account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             account.tokenised(len(prompt.ids))
-            requests = _requests(id, served, ask, prompt.ids, answering, deadline_s=self._deadline_s(ask, account))
-            requests = [self._caching(one, ask, prompt) for one in requests]
+            requests = requests_of(
+                ask,
+                served,
+                prompt,
+                answering,
+                id=id,
+                deadline_s=self._deadline_s(ask, account),
+                longest_promise_s=self._longest_promise_s,
+            )
             named = None
             with self.accounts.guarded():
                 named = await self.off_loop(self.asked.of, served, ask, requests[0])
@@ -340,20 +348,6 @@ class Service:
         prompt = self.prompting.prompt(served, ask)
         return prompt, Answering(served, ask, prompt.ids)
 
-    def _caching(self, request: GenerationRequest, ask: Ask, prompt: Prompt) -> GenerationRequest:
-        """Return the request as its caller controls the cache. A prompt that is only to be kept is one without an answer."""
-        caching = ask.caching
-        return replace(
-            request,
-            max_tokens=0 if caching.prewarm else request.max_tokens,
-            min_tokens=0 if caching.prewarm else request.min_tokens,
-            use_cache=prompt.keep_tokens != 0,
-            keep_tokens=prompt.keep_tokens,
-            keep_s=min(caching.keep_s, self._longest_promise_s),
-            session=request.session or ask.caller.session(caching.session),
-            progress=ask.progress,
-        )
-
     def _log_ignored(self, what: str, names: Iterable[str]) -> None:
         for name in names:
             self._log_once(f"ignoring {what} {name[:64]!r}")
@@ -384,42 +378,6 @@ def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[i
             f"how {served.name} writes calls of tools is not known, so they are given as text; name its family with --answers"
         )
     return None
-
-
-def _requests(
-    id: str, served: Served, ask: Ask, prompt: tuple[int, ...], answering: Answering, *, deadline_s: float | None
-) -> list[GenerationRequest]:
-    """Return what the engine is asked, a request for each answer; equal seeds would make all answers equal."""
-    first = served.request(id, prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, prompt_param=ask.prompt_param)
-    # What is held to a form ends with it.
-    ends: frozenset[int] = frozenset() if ask.ignore_eos and not answering.held else first.stop_ids
-    first = replace(
-        first,
-        stop_ids=ends | ask.stop_ids,
-        min_tokens=ask.min_tokens,
-        logprobs=ask.logprobs,
-        salt=ask.caller.salt(ask.salt),
-        shared_tokens=served.shared.tokens(prompt),
-        adapter=served.adapter_of(ask.model),
-        priority=ask.caller.priority(ask.handling.priority),
-        tenant=ask.caller.tenant,
-        session=ask.caller.session(ask.handling.session),
-        retention=ask.caller.retention if ask.handling.retention == "default" else ask.handling.retention,
-        deadline_s=deadline_s,
-        constraint=answering.constraint(),
-    )
-    if ask.n == 1:
-        return [first]
-    seed = first.sampling.seed
-    return [
-        replace(
-            first,
-            id=f"{id}-{index}",
-            sampling=replace(first.sampling, seed=None if seed is None else seed + index),
-            constraint=answering.constraint(),
-        )
-        for index in range(ask.n)
-    ]
 
 
 def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error: str | None) -> str:

@@ -21,6 +21,7 @@ class About:
     id: str
     created: int  # seconds since 1970
     model: str
+    request_id: str | None = None  # of the header, for errors amid a stream
 
 
 class Shape(Protocol):

@@ -211,7 +211,7 @@ class Shape:
         yield self._event("message_stop")
 
     def failure(self, error: RequestError) -> Iterator[bytes]:
-        yield event(messages_error(error), "error")
+        yield event(messages_error(error, self.about.request_id), "error")
 
     def quiet(self) -> bytes:
         return self._event("ping")
