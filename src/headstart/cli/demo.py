@@ -91,7 +91,7 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
     server = ServerProcess(common, log=log)
     stages = _say_changes(say)
     try:
-        say("this takes some three minutes on two cores, and one more the first time, to fetch and convert the model")
+        say("this takes some three minutes on two cores, and one more the first time, to get the model")
         say("starting the first server")
         server.start(on_progress=stages)
         say("first request: the whole prompt is computed …")
