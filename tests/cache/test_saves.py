@@ -6,6 +6,7 @@ import logging
 from asyncio import CancelledError
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from threading import Barrier, Event
 from typing import Any
 
@@ -139,11 +140,11 @@ def test_nothing_is_read_from_a_source_once_its_ticket_is_done() -> None:
     with cache_of(MemoryTier(1 << 20), disk()) as cache:
         for seed in range(20):
             kv = prompt(640, seed=seed)
-            source, at_done = WatchedKV(kv), []
+            source, at_done = WatchedKV(kv), SimpleQueue[int]()
             ticket = cache.save(kv.tokens, source)
-            ticket.add_done_callback(lambda _, source=source, at_done=at_done: at_done.append(source.reads))
+            ticket.add_done_callback(lambda _, source=source, at_done=at_done: at_done.put(source.reads))
             ticket.wait(TIMEOUT_S)
-            assert at_done == [source.reads]
+            assert at_done.get(timeout=TIMEOUT_S) == source.reads
 
 
 def test_what_is_stored_already_is_not_read_from_the_source() -> None:
