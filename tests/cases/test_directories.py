@@ -209,7 +209,7 @@ def test_bytes_reach_the_medium_before_their_record_and_a_whole_file_before_its_
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become two users")
 @pytest.mark.parametrize("umask", [0o077, 0o022], ids=["077", "022"])
-def test_another_users_directory_is_a_miss_and_a_sentence(umask: int) -> None:
+def test_another_users_directory_is_a_miss_and_a_sentence(umask: int, caplog: pytest.LogCaptureFixture) -> None:
     root = Path(f"/tmp/headstart-{os.getpid()}-{umask:o}")
     before = os.umask(umask)
     try:
@@ -223,7 +223,7 @@ def test_another_users_directory_is_a_miss_and_a_sentence(umask: int) -> None:
                 os.setuid(65534)
                 config = CacheConfig(directory=root, capacity="8MiB", memory="0")
                 with open_cache(config, identity=IDENTITY, representation=TINY) as theirs:
-                    assert "may not be written by this user" in theirs.warnings[0]
+                    assert "may not be written by this user" in caplog.text
                     assert hit_tokens(theirs, chain(1, 4)) == 0
                     assert save(theirs, chain(2, 4)).stored_tokens == 0
                 status = 0
