@@ -92,6 +92,7 @@ def test_a_request_that_never_had_its_turn_is_told_apart(engine: TorchEngine) ->
     receipt = waiting.result().receipt
     assert receipt is not None
     assert not receipt.taken
+    eventually(lambda: engine.load().counters.get("prompt_tokens", 0) > 0)
     assert engine.load().counters["prompt_tokens"] == len(PROMPT)
     engine.abort("long")
     assert receipt_of(engine, long).taken
