@@ -2,7 +2,9 @@
 
 Each connector gets the same prompts, on a vLLM of its own over an empty directory: computed cold, everything killed, the page
 cache emptied of its files, everything started again, asked again. `none` is vLLM without a connector: what cold costs there,
-and a hit in its own memory as the floor. Needs the environment that `make test-vllm` makes, and the model.
+and a hit in its own memory as the floor. All take turns, in rounds, every other round the other way about. What cold costs is
+told by CPU seconds too, of all processes, until nothing is written any more. Needs the environment that `make test-vllm` makes,
+and the model.
 
 LMCache changes many of vLLM's packages, so it takes part only where a second environment has it (build/venv-lmcache: a copy of
 the first, and `pip install lmcache==0.5.6`). Its MP connector with its file tier, by a server of its own that is killed too.
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import benchmark_home, where_it_ran
-from benchmarks.vllm_server import ROOT, Answer, connector, serving
+from benchmarks.vllm_server import ROOT, Answer, connector, group_cpu_s, serving
 from headstart.tier import page_cache
 
 PYTHON = ROOT / "build" / "venv-vllm" / "bin" / "python"
 LMCACHE = ROOT / "build" / "venv-lmcache" / "bin" / "python"
-MODEL = ROOT / "models" / "smollm2-135m"
+MODEL = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", ROOT / "models")).expanduser() / "smollm2-135m"
 LMCACHE_PORT = 25_555
-STORED, SUFFIX, PROMPTS = 1024, 16, 5
+STORED, SUFFIX, PROMPTS, ROUNDS = 1024, 16, 3, 2
 
 
 def example(directory: Path) -> dict[str, Any]:
@@ -54,8 +57,8 @@ def lmcache(directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def lmcache_server(directory: Path) -> Iterator[None]:
-    """LMCache's own server over files, started before vLLM and killed with it."""
+def lmcache_server(directory: Path) -> Iterator[int | None]:
+    """LMCache's own server over files, started before vLLM and killed with it; gives its process group."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [str(LMCACHE.parent / "lmcache"), "server", "--port", str(LMCACHE_PORT), "--l1-size-gb", "1"]
     command += ["--supported-transfer-mode", "engine_driven", "--http-port", str(LMCACHE_PORT + 1)]
@@ -63,7 +66,7 @@ def lmcache_server(directory: Path) -> Iterator[None]:
     with (directory.parent / "lmcache.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        yield
+        yield process.pid
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -71,18 +74,20 @@ def lmcache_server(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_beside(directory: Path) -> Iterator[None]:
-    yield
+def nothing_beside(directory: Path) -> Iterator[int | None]:
+    yield None
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    transfer: Callable[[Path], dict[str, Any]]
+    transfer: Callable[[Path], dict[str, Any] | None]
     python: Path
-    beside: Callable[[Path], AbstractContextManager[None]] = nothing_beside
+    beside: Callable[[Path], AbstractContextManager[int | None]] = nothing_beside
 
 
+NONE = "none"
 CONTENDERS = {
+    NONE: Contender(lambda _: None, PYTHON),
     "headstart": Contender(connector, PYTHON),
     "vLLM's ExampleConnector": Contender(example, PYTHON),
     "LMCache 0.5.6, MP with files": Contender(lmcache, LMCACHE, lmcache_server),
@@ -93,63 +98,88 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     """Return seconds to the first token by connector, cold and from disk, and bytes on disk."""
     if not PYTHON.exists() or not (MODEL / "model.safetensors").exists():
         return {"skipped": f"no vLLM at {PYTHON}, or no model at {MODEL}: make test-vllm brings both"}
-    model = MODEL.resolve()
     dice = random.Random(5)
-    count = 1 if smoke else PROMPTS
-    prompts = [[dice.randrange(200, 40_000) for _ in range(STORED + SUFFIX)] for _ in range(count)]
-    warm_up = [dice.randrange(200, 40_000) for _ in range(300)]
-    found: dict[str, Any] = {}
+    rounds, count = (1, 1) if smoke else (ROUNDS, PROMPTS)
+    contenders = [(name, one) for name, one in CONTENDERS.items() if one.python.exists()]
+    missing = [name for name, one in CONTENDERS.items() if not one.python.exists()]
+    found: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name, _ in contenders}
     with tempfile.TemporaryDirectory(prefix="bench-vllm-", dir=benchmark_home()) as name:
         home = Path(name)
-        with serving(model, log=home / "plain.log", python=str(PYTHON)) as server:
+        where = where_it_ran(home)
+        for number in range(rounds):
+            prompts = [[dice.randrange(200, 40_000) for _ in range(STORED + SUFFIX)] for _ in range(count)]
+            tokens: dict[str, list[Answer]] = {}
+            for label, one in contenders if number % 2 == 0 else reversed(contenders):
+                tokens[label] = _measure(one, found[label], prompts, home / f"{number}-{label.split()[0]}", plain=label == NONE)
+                print(number, label, {what: values[-count:] for what, values in found[label].items()}, flush=True)
+            for label, _ in contenders:
+                found[label]["same"].append(_same(tokens[NONE] * 2, tokens[label]))
+    connectors = {label: {what: list(values) for what, values in one.items()} for label, one in found.items()}
+    return {
+        "where": where,
+        "prompts": rounds * count,
+        "tokens": STORED + SUFFIX,
+        "connectors": connectors,
+        "missing": missing,
+        "load_average": os.getloadavg()[2],
+    }
+
+
+def _measure(
+    one: Contender, found: dict[str, list[Any]], prompts: list[list[int]], directory: Path, *, plain: bool
+) -> list[Answer]:
+    """Ask cold and again, over an empty directory; note what came of it, and return all answers."""
+    dice = random.Random(6)
+    warm_up = [dice.randrange(200, 40_000) for _ in range(300)]
+    log = directory.with_suffix(".log")
+    started = partial(serving, MODEL.resolve(), transfer=one.transfer(directory), python=str(one.python), log=log)
+    with one.beside(directory) as beside, started() as server:
+        groups = [server.process.pid, *([] if beside is None else [beside])]
+        server.ask(warm_up)
+        _wait_until_written(directory)
+        before_s = sum(map(group_cpu_s, groups))
+        cold = [server.ask(prompt) for prompt in prompts]
+        _wait_until_written(directory)
+        found["cold_cpu_s"].append(round((sum(map(group_cpu_s, groups)) - before_s) / len(prompts), 3))
+        if plain:
+            hits = [server.ask(prompt) for prompt in prompts]
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    page_cache.drop(files)
+    found["cached_bytes"].append(page_cache.resident_bytes(files))
+    found["bytes"].append(sum(file.stat().st_blocks * 512 for file in files))
+    if not plain:
+        with one.beside(directory), started() as server:
             server.ask(warm_up)
-            plain = [server.ask(prompt) for prompt in prompts]
-            floor = [server.ask(prompt) for prompt in prompts]
-        found["none"] = {"cold_s": _first(plain), "hit_s": _first(floor), "bytes": 0, "same": _same(plain, floor)}
-        for number, (label, one) in enumerate(CONTENDERS.items()):
-            if not one.python.exists():
-                continue
-            directory = home / str(number)
-            started = partial(serving, model, transfer=one.transfer(directory), python=str(one.python))
-            with one.beside(directory), started(log=home / "cold.log") as server:
-                server.ask(warm_up)
-                cold = [server.ask(prompt) for prompt in prompts]
-                _wait_until_written(directory)
-            files = [file for file in directory.rglob("*") if file.is_file()]
-            page_cache.drop(files)
-            cached = page_cache.resident_bytes(files)
-            with one.beside(directory), started(log=home / "hit.log") as server:
-                server.ask(warm_up)
-                hits = [server.ask(prompt) for prompt in prompts]
-            found[label] = {
-                "cold_s": _first(cold),
-                "hit_s": _first(hits),
-                "bytes": sum(file.stat().st_blocks * 512 for file in files),
-                "cached_bytes": cached,
-                "same": _same(plain, cold) and _same(plain, hits),
-            }
-            print(label, found[label])
-        return {"where": where_it_ran(home), "prompts": count, "tokens": STORED + SUFFIX, "connectors": found}
+            hits = [server.ask(prompt) for prompt in prompts]
+    found["cold_s"] += _first(cold)
+    found["hit_s"] += _first(hits)
+    return [*cold, *hits]
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
     if "skipped" in result:
         return str(result["skipped"])
-    plain = statistics.median(result["connectors"]["none"]["cold_s"])
+    plain = result["connectors"][NONE]
     rows = [
         f"{result['prompts']} prompts of {result['tokens']:,} tokens, vLLM 0.32 on a CPU, SmolLM2-135M in float32; medians "
-        "[least … most] of the time to the first token. The row without a connector hits in vLLM's own memory.",
+        "[least … most] of the time to the first token. The row without a connector hits in vLLM's own memory. CPU: seconds of "
+        "all processes for a cold prompt, the rounds' median. The machine's load average at the end: "
+        f"{result['load_average']:.1f}.",
         "",
-        "| connector | cold | to none | hit, restarted, page cache emptied | cold ÷ hit | on disk | same tokens |",
-        "|---|---|---|---|---|---|---|",
+        "| connector | cold | to none | CPU, cold | to none | hit, restarted, page cache emptied | cold ÷ hit | on disk "
+        "| same tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in result["connectors"].items():
-        cold, hit = statistics.median(one["cold_s"]), statistics.median(one["hit_s"])
+        cold, hit, cpu = (statistics.median(one[what]) for what in ("cold_s", "hit_s", "cold_cpu_s"))
         rows.append(
-            f"| {name} | {_spread(one['cold_s'])} | {cold / plain:.2f} | {_spread(one['hit_s'])} | {cold / hit:.1f} | "
-            f"{one['bytes'] / 1e6:,.0f} MB | {'yes' if one['same'] else 'no'} |"
+            f"| {name} | {_spread(one['cold_s'])} | {cold / statistics.median(plain['cold_s']):.2f} | {cpu:.2f} s | "
+            f"{cpu / statistics.median(plain['cold_cpu_s']):.2f} | {_spread(one['hit_s'])} | {cold / hit:.1f} | "
+            f"{statistics.median(one['bytes']) / 1e6:,.0f} MB | {'yes' if all(one['same']) else 'no'} |"
         )
+    if result["missing"]:
+        rows += ["", f"Not there, so not measured: {', '.join(result['missing'])}."]
     return "\n".join(rows)
 
 

@@ -15,6 +15,7 @@ from headstart.policy.loading import (
     Reading,
     Stretch,
     plan_load,
+    plan_whole,
     range_tokens,
     stride,
     too_slow,
@@ -238,3 +239,24 @@ def test_ranges_are_whole_pieces_of_a_bounded_size(tokens: int, token_bytes: int
     assert count % PIECE == 0
     assert PIECE <= count <= max(PIECE, tokens)
     assert count == PIECE or count * token_bytes <= 64 << 20
+
+
+def test_what_is_loaded_as_a_whole_is_loaded_only_where_that_is_no_slower() -> None:
+    def whole(rate: float, *, first: int = 0, tokens: int = 1024, **more: float) -> Plan:
+        return plan_whole([on_disk(tokens)], first=first, computing=COMPUTING, reading=disk(rate, **more))
+
+    assert [whole(rate).choice for rate in (2e9, 2e8, 2e7, 1e7, 1e6)] == ["load", "load", "load", "compute", "compute"]
+    assert whole(1.5e7).choice == "compute"
+    assert whole(1.5e7, first=6144).choice == "load"  # behind much else computing is slower
+    assert whole(1e6, stale=True).choice == "load"  # or its speed would never be known again
+    assert plan_whole([on_disk(1024)], first=0, computing=None, reading=disk(1e6)).choice == "load"
+    assert plan_whole([on_disk(1024)], first=0, computing=COMPUTING, reading={}).choice == "load"
+
+
+@given(st.floats(1e5, 1e10), st.integers(0, 8192), st.integers(0, 128))
+def test_a_whole_load_is_never_chosen_that_would_be_slower(rate: float, first: int, pieces: int) -> None:
+    chosen = plan_whole([on_disk(PIECE * pieces)], first=first, computing=COMPUTING, reading=disk(rate))
+    assert chosen.load_s is not None
+    assert chosen.compute_s is not None
+    assert chosen.chosen_s is not None
+    assert chosen.chosen_s <= min(chosen.load_s, chosen.compute_s) + UNFELT_S

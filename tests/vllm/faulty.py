@@ -49,18 +49,28 @@ class SwitchedDisk(FaultyDisk):
         return super()._strike(name)
 
 
-def open_caches(config: CacheConfig, *, identity: Identity, representations: Sequence[Representation]) -> list[PrefixCache]:
+def open_caches(
+    config: CacheConfig, *, identity: Identity, representations: Sequence[Representation], match_timeout_s: float = 0.2
+) -> list[PrefixCache]:
     tier = DiskTier.open(
         config.directories[0], capacity_bytes=parse_size(config.capacity), disk=SwitchedDisk(Path(os.environ["FAULTS"]))
     )
     return [
-        PrefixCache([tier], identity=identity, representation=one, load_timeout_s=config.load_timeout_s)
+        PrefixCache(
+            [tier],
+            identity=identity,
+            representation=one,
+            load_timeout_s=config.load_timeout_s,
+            match_timeout_s=match_timeout_s,
+        )
         for one in representations
     ]
 
 
-def open_cache(config: CacheConfig, *, identity: Identity, representation: Representation) -> PrefixCache:
-    return open_caches(config, identity=identity, representations=[representation])[0]
+def open_cache(
+    config: CacheConfig, *, identity: Identity, representation: Representation, match_timeout_s: float = 0.2
+) -> PrefixCache:
+    return open_caches(config, identity=identity, representations=[representation], match_timeout_s=match_timeout_s)[0]
 
 
 worker.open_cache = open_cache  # type: ignore[assignment]

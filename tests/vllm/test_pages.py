@@ -197,8 +197,12 @@ def broken(monkeypatch: pytest.MonkeyPatch, directory: Path, fault: Fault | None
     monkeypatch.setattr(
         worker_room,
         "open_cache",
-        lambda config, *, identity, representation: PrefixCache(
-            [tier], identity=identity, representation=representation, load_timeout_s=config.load_timeout_s
+        lambda config, *, identity, representation, match_timeout_s: PrefixCache(
+            [tier],
+            identity=identity,
+            representation=representation,
+            load_timeout_s=config.load_timeout_s,
+            match_timeout_s=match_timeout_s,
         ),
     )
     return tier
@@ -236,6 +240,34 @@ def test_a_read_that_fails_is_reported_with_the_blocks_that_lack_something(
     assert not failed
     assert bad in (set(range(1, 9)), set(range(5, 9)))
     assert not memory[sorted(bad)].any()
+    worker.close()
+
+
+def test_a_lookup_that_waits_for_its_turn_is_a_later_load_and_no_failed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, said = kit.kv_config((kit.gqa_spec(), ["model.layers.0.attn"])), kit.prompt(128)
+    stored(monkeypatch, tmp_path, config, said)
+    tier = broken(monkeypatch, tmp_path, Fault("locate", "stall", times=1))
+    tier._stall_s = 0.8  # longer than an engine's thread would wait, and than what others did takes to be known here
+    memory = torch.zeros_like(heads_first(0))
+    worker = kit.started(monkeypatch, tmp_path, config, {"model.layers.0.attn": memory})
+    assert kit.load(worker, said, range(1, 9)) == (set(), set())
+    assert worker.short() == {}
+    worker.close()
+
+
+def test_a_load_that_takes_longer_than_computing_is_given_up_and_what_came_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, said = kit.kv_config((kit.gqa_spec(), ["model.layers.0.attn"])), kit.prompt(128)
+    stored(monkeypatch, tmp_path, config, said)
+    tier = broken(monkeypatch, tmp_path, Fault("read", "stall"))
+    worker = kit.started(monkeypatch, tmp_path, config, {"model.layers.0.attn": torch.zeros_like(heads_first(0))})
+    assert kit.load(worker, said, range(1, 9), within_s=0.3) == (set(), set(range(1, 9)))
+    assert worker.short() == {"loaded": 0}
+    assert worker.short() == {}
+    tier.heal()
     worker.close()
 
 

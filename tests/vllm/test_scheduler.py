@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import worker_kit as kit
 
+from headstart.cache.prefix_cache import PrefixCache
 from headstart.connect.vllm.messages import Handshake
 from headstart.connect.vllm.scheduler import Scheduler
 from headstart.connect.vllm.settings import read_settings
 from headstart.connect.vllm.worker import Worker
+from headstart.engine.speeds import Speeds
+from headstart.metrics import Counters
 
 TOKENS = 200  # three blocks of 64, and a remainder
 NAME = "model.layers.0.attn"
@@ -52,6 +56,18 @@ def step(scheduler: Scheduler, tables: list[list[int]], **counts: int) -> Any:
     return scheduler.orders(scheduled)
 
 
+def found(scheduler: Scheduler, asked: Any, local: int) -> tuple[int | None, bool]:
+    """Ask as vLLM does: again, for as long as it is being looked up."""
+    answers: list[tuple[int | None, bool]] = []
+
+    def known() -> bool:
+        answers.append(scheduler.find(asked, local))
+        return answers[-1][0] is not None
+
+    kit.until(known)
+    return answers[-1]
+
+
 def came_back(*, received: set[str] = frozenset(), bad: set[int] = frozenset(), failed: set[str] = frozenset()) -> Any:  # type: ignore[assignment]
     return SimpleNamespace(finished_recving=set(received), invalid_block_ids=set(bad), failed_recving=set(failed))
 
@@ -77,7 +93,7 @@ def scheduler(tmp_path: Path, worker: Worker) -> Iterator[Scheduler]:
 
 def new(tmp_path: Path, *, ranks: int = 1) -> Scheduler:
     extra = {"cache.directory": str(tmp_path / "kv"), "cache.capacity": "64MiB", "cache.min_free": "0"}
-    return Scheduler(read_settings(extra), ranks=ranks, block_tokens=[16], save_always=False)
+    return Scheduler(read_settings(extra), ranks=ranks, block_tokens=[16], save_always=False, chunk_tokens=512)
 
 
 def told(worker: Worker) -> Handshake:
@@ -102,7 +118,7 @@ def test_a_prefix_is_as_long_as_the_shortest_of_all_ranks(
     kit.save(ranks[1], kit.prompt(128), range(1, 9))
     scheduler = new(tmp_path, ranks=2)
     scheduler.shake_hands({(0, rank): told(one) for rank, one in enumerate(ranks)})
-    assert scheduler.find(request(), 0) == (128, True)
+    assert found(scheduler, request(), 0) == (128, True)
     scheduler.close()
     for one in ranks:
         one.close()
@@ -110,7 +126,7 @@ def test_a_prefix_is_as_long_as_the_shortest_of_all_ranks(
 
 def test_what_is_stored_is_offered_beyond_what_vllm_has_and_ordered_once_there_are_blocks(scheduler: Scheduler) -> None:
     asked = request()
-    assert scheduler.find(asked, 64) == (128, True)
+    assert found(scheduler, asked, 64) == (128, True)
     scheduler.allocated(asked, [list(range(1, 14))], 128)
     (order,) = step(scheduler, [], other=1).loads
     assert (order.tables, order.skip, len(order.prompt.tokens)) == ((tuple(range(1, 13)),), 64, 4 * 192)
@@ -119,27 +135,84 @@ def test_what_is_stored_is_offered_beyond_what_vllm_has_and_ordered_once_there_a
 
 def test_a_request_whose_load_failed_is_computed_and_what_failed_is_saved_again(scheduler: Scheduler) -> None:
     asked = request()
-    assert scheduler.find(asked, 0) == (192, True)
+    assert found(scheduler, asked, 0) == (192, True)
     scheduler.allocated(asked, [list(range(1, 14))], 192)
     assert len(step(scheduler, []).loads) == 1
-    scheduler.stepped(came_back(received={"it"}, bad={5, 6}))
-    assert scheduler.find(asked, 0) == (0, False)  # or a disk that has what it cannot give would keep it for ever
+    scheduler.stepped(came_back(received={"it"}, bad={5, 6}), {"it": 64})
+    assert found(scheduler, asked, 0) == (0, False)  # or a disk that has what it cannot give would keep it for ever
     (save,) = step(scheduler, [list(range(1, 14))], it=TOKENS).saves
     assert (save.first, len(save.prompt.tokens)) == (0, 4 * 192)
 
 
+def test_what_failed_to_load_is_not_offered_to_others_for_a_while_and_what_lies_before_it_is(scheduler: Scheduler) -> None:
+    asked = request()
+    found(scheduler, asked, 0)
+    scheduler.allocated(asked, [list(range(1, 14))], 192)
+    scheduler.stepped(came_back(received={"it"}, bad={9, 10, 11, 12}), {"it": 128})
+    assert found(scheduler, request("other"), 0) == (128, True)
+    assert found(scheduler, request("third"), 128) == (0, False)
+
+
+def test_after_failures_in_a_row_one_at_a_time_tries_again(scheduler: Scheduler) -> None:
+    def tried(name: str, *, bad: set[int]) -> bool:
+        asked = request(name)
+        if found(scheduler, asked, 0)[0]:
+            scheduler.allocated(asked, [list(range(1, 14))], 192)
+            scheduler.stepped(came_back(received={name}, bad=bad), {name: 0})
+            return True
+        return False
+
+    for number in range(3):
+        assert tried(f"bad {number}", bad={1})
+        scheduler._lookups._avoided.clear()  # as if it were another prompt
+    assert not tried("next", bad=set())
+    scheduler._trying.until_s = 0.0  # some time later
+    assert tried("later", bad=set())
+    assert tried("and others", bad=set())
+
+
+def test_a_stored_prefix_that_is_computed_sooner_is_computed_and_counted(scheduler: Scheduler) -> None:
+    now = [0.0]
+    speeds = scheduler._speeds = Speeds(Counters(), chunk_tokens=512, clock=lambda: now[0])
+    for rows in (64, 128, 512):
+        speeds.passed(rows, rows * rows / 2, rows / 1000)  # a thousand tokens a second
+    for _ in range(3):  # and a disk that gives a tenth of that
+        speeds.asked("disk", 100 * kit.TOKEN_BYTES)
+        now[0] += 1.0
+        speeds.came("disk", 100 * kit.TOKEN_BYTES, asked_bytes=100 * kit.TOKEN_BYTES)
+    asked = request()
+    assert found(scheduler, asked, 0) == (0, False)
+    scheduler.allocated(asked, [list(range(1, 14))], 0)
+    assert scheduler._counters.get("outrun_tokens") == 192
+    assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []  # it is stored
+    now[0] += 1000.0  # long ago measured, so it is tried again
+    assert found(scheduler, request("later"), 0) == (192, True)
+
+
+def test_vllm_is_told_to_ask_again_while_a_lookup_takes_its_time(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    match = PrefixCache.match
+    monkeypatch.setattr(PrefixCache, "match", lambda *args, **named: go_on.wait(30) and match(*args, **named))
+    asked = request()
+    assert scheduler.find(asked, 0) == (None, False)
+    assert scheduler.find(asked, 0) == (None, False)
+    go_on.set()
+    assert found(scheduler, asked, 0) == (192, True)
+    assert scheduler.ended(asked, [list(range(1, 14))]) is False
+
+
 def test_what_is_stored_is_not_saved_again(scheduler: Scheduler) -> None:
     asked = request()
-    scheduler.find(asked, 0)
+    found(scheduler, asked, 0)
     scheduler.allocated(asked, [list(range(1, 14))], 192)
     step(scheduler, [])
-    scheduler.stepped(came_back(received={"it"}))
+    scheduler.stepped(came_back(received={"it"}), {})
     assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []
 
 
 def test_a_request_that_ends_amid_its_load_saves_nothing(scheduler: Scheduler) -> None:
     asked = request(num_computed_tokens=192)
-    scheduler.find(asked, 0)
+    found(scheduler, asked, 0)
     scheduler.allocated(asked, [list(range(1, 14))], 192)
     assert scheduler.ended(asked, [list(range(1, 14))]) is False
     assert step(scheduler, []).saves == []
@@ -147,7 +220,7 @@ def test_a_request_that_ends_amid_its_load_saves_nothing(scheduler: Scheduler) -
 
 def test_the_end_of_an_answer_is_saved_while_vllm_keeps_its_blocks(scheduler: Scheduler) -> None:
     asked = request()
-    scheduler.find(asked, 192)
+    found(scheduler, asked, 192)
     asked.all_token_ids = [*asked.all_token_ids, *range(100)]
     asked.num_tokens = asked.num_computed_tokens = 300
     assert scheduler.ended(asked, [list(range(1, 20))]) is True
@@ -158,12 +231,12 @@ def test_the_end_of_an_answer_is_saved_while_vllm_keeps_its_blocks(scheduler: Sc
 
 def test_numbers_that_are_none_are_not_kept(scheduler: Scheduler) -> None:
     asked = request(num_computed_tokens=200, num_nans_in_logits=3, all_token_ids=list(range(200)))
-    scheduler.find(asked, 0)
+    found(scheduler, asked, 0)
     assert scheduler.ended(asked, [list(range(1, 14))]) is False
 
 
 def test_after_a_reset_nothing_is_found_or_kept(scheduler: Scheduler) -> None:
-    assert scheduler.find(request(), 0) == (192, True)
+    assert found(scheduler, request(), 0) == (192, True)
     assert scheduler.reset() is True
-    assert scheduler.find(request(), 0) == (0, False)
+    assert found(scheduler, request(), 0) == (0, False)
     assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []

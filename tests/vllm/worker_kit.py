@@ -25,6 +25,7 @@ from headstart.connect.vllm.settings import read_settings
 from headstart.connect.vllm.worker import Worker
 
 BLOCKS = 32
+TOKEN_BYTES = 2 * 128 * 4  # of a layer of `gqa_spec`
 IDENTITY = Identity(b"w" * 32, b"a")
 
 
@@ -99,9 +100,11 @@ def save(worker: Worker, said: Prompt, *tables: Sequence[int], first: int = 0) -
         until(lambda: worker._taking.counters.get("saves") > before)
 
 
-def load(worker: Worker, said: Prompt, *tables: Sequence[int], skip: int = 0) -> tuple[set[str], set[int]]:
+def load(
+    worker: Worker, said: Prompt, *tables: Sequence[int], skip: int = 0, within_s: float | None = None
+) -> tuple[set[str], set[int]]:
     """Have a worker load, wait until it has; return requests that failed as a whole and blocks that lack something."""
-    worker.obey(Orders([LoadOrder("loaded", said, tuple(map(tuple, tables)), skip)]))
+    worker.obey(Orders([LoadOrder("loaded", said, tuple(map(tuple, tables)), skip, within_s)]))
     results: list[Any] = []
 
     def ended() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
-from headstart.cache.prefix_cache import PrefixCache
+from headstart.cache.prefix_cache import MATCH_TIMEOUT_S, PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
 from headstart.errors import StoreError
 from headstart.events import Publisher
@@ -23,14 +23,22 @@ from headstart.tier.memory import MemoryTier
 _log = logging.getLogger(__name__)
 
 
-def open_cache(config: CacheConfig, *, identity: Identity, representation: Representation) -> PrefixCache:
+def open_cache(
+    config: CacheConfig, *, identity: Identity, representation: Representation, match_timeout_s: float = MATCH_TIMEOUT_S
+) -> PrefixCache:
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
     opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
     never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
-    return open_caches(config, identity=identity, representations=[representation])[0]
+    return open_caches(config, identity=identity, representations=[representation], match_timeout_s=match_timeout_s)[0]
 
 
-def open_caches(config: CacheConfig, *, identity: Identity, representations: Sequence[Representation]) -> list[PrefixCache]:
+def open_caches(
+    config: CacheConfig,
+    *,
+    identity: Identity,
+    representations: Sequence[Representation],
+    match_timeout_s: float = MATCH_TIMEOUT_S,
+) -> list[PrefixCache]:
     """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
     what is stored of several shards. Closing one closes the tiers of all."""
     tiers: list[Tier] = []
@@ -68,6 +76,7 @@ def open_caches(config: CacheConfig, *, identity: Identity, representations: Seq
             identity=identity,
             representation=one,
             load_timeout_s=config.load_timeout_s,
+            match_timeout_s=match_timeout_s,
             write_budget_bytes=budget_bytes,
             warnings=[*warnings, *logged],
             publisher=publisher if number == 0 else None,

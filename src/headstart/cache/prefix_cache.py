@@ -47,6 +47,7 @@ from headstart.transfer.plan import Prompt
 
 __all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache", "SaveResult", "Ticket"]
 
+MATCH_TIMEOUT_S = 0.2  # an engine's thread waits for it
 _PROMOTED_SHARE = 4  # one in so many of the memory tier's bytes may be of what is only expected
 _LAST_EVENTS_S = 2.0
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class PrefixCache:
         representation: Representation,
         save_queue_bytes: int = 4 << 30,
         load_timeout_s: float = 30.0,
-        match_timeout_s: float = 0.2,
+        match_timeout_s: float = MATCH_TIMEOUT_S,
         write_budget_bytes: int | None = None,
         warnings: Sequence[str] = (),
         publisher: Publisher | None = None,

@@ -102,7 +102,7 @@ class ReadAccount:
     def __init__(self, speeds: Speeds, stretches: Sequence[Stretch], first: int, end: int) -> None:
         self.cancelled = False  # what comes is then no measure of anything
         self._speeds = speeds
-        parts = list(_within(stretches, first, end))
+        parts = list(within(stretches, first, end))
         asked = [part for part in parts if not part.always] or parts
         self._bytes: dict[str, int] = {}
         for part in asked:
@@ -124,7 +124,7 @@ class ReadAccount:
             self._speeds.came(tier, None if self.cancelled else came * its // max(1, asked), asked_bytes=its)
 
 
-def _within(stretches: Sequence[Stretch], first: int, end: int) -> Iterator[Stretch]:
+def within(stretches: Sequence[Stretch], first: int, end: int) -> Iterator[Stretch]:
     """Yield what lies in tokens `first` … `end`-1 of each stretch."""
     at = 0
     for one in stretches:

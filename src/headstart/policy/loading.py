@@ -128,6 +128,24 @@ def plan_load(
     return Plan("compute", lead, load_s, compute_s, suffix_s, if_computed)
 
 
+def plan_whole(
+    stretches: Sequence[Stretch], *, first: int, computing: Computing | None, reading: Mapping[str, Reading]
+) -> Plan:
+    """Return whether the `stretches` that lie behind the first `first` tokens of a prompt are loaded or computed, for an engine
+    that begins with what comes behind when all of them are there, and computes others meanwhile: a load is never chosen that
+    would be slower, but for UNFELT_S. What is not known is loaded, and so is what was last measured long ago."""
+    tokens = sum(stretch.tokens for stretch in stretches)
+    known = all(stretch.tier in reading for stretch in stretches)
+    load_s = _tail_s(stretches, 0, reading) if known else None
+    compute_s = None if computing is None else computing.seconds(first, first + tokens)
+    if load_s is None or compute_s is None:
+        return Plan("load", tokens, load_s, compute_s)
+    stale = any(reading[stretch.tier].stale for stretch in stretches)
+    if stale or load_s <= compute_s + UNFELT_S:
+        return Plan("load", tokens, load_s, compute_s, chosen_s=load_s)
+    return Plan("compute", 0, load_s, compute_s, chosen_s=compute_s)
+
+
 def lead_tokens(stretches: Sequence[Stretch]) -> int:
     """Return how many tokens lie before the first that is not loaded in any case."""
     return sum(stretch.tokens for stretch in stretches[: _leading(stretches)])

@@ -31,6 +31,7 @@ from headstart.errors import ConfigError
 from headstart.metrics import Counters
 
 _KV = "kv"
+_PATIENCE_S = 2.0  # of lookups: SGLang's storage threads wait for them, and none that computes
 _OWN = ("model", "version")
 _WHERE = 'in "headstart" of --hicache-storage-backend-extra-config'
 _log = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class HeadstartHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang tells no
         self.counters = Counters()
         self._config = storage_config
         self._stores = PageStores(
-            lambda representation: open_cache(config.cache, identity=identity, representation=representation)
+            lambda representation: open_cache(
+                config.cache, identity=identity, representation=representation, match_timeout_s=_PATIENCE_S
+            )
         )
         self._pools: dict[str, HostPool] = {}
 

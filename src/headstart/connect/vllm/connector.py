@@ -60,6 +60,7 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             block_tokens=[group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
             save_always=_slides(kv_cache_config),
+            chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     @property
@@ -103,11 +104,11 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Report | None:
         """MultiConnector hands one connector's handshake to all of them: beside others ours goes with a step's result."""
-        handshake = self._the_worker.handshake
+        handshake, short = self._the_worker.handshake, self._the_worker.short()
         if self._reported or handshake is None or not _beside_others():
-            return None
+            return Report(short=short) if short else None
         self._reported = True
-        return Report({handshake.rank: handshake})
+        return Report({handshake.rank: handshake}, short)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._the_worker.obey(self._orders)
@@ -151,9 +152,11 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._the_scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        short: Mapping[str, int] = {}
         if isinstance(report := connector_output.kv_connector_worker_meta, Report):
             self._the_scheduler.shake_hands(report.handshakes)
-        self._the_scheduler.stepped(connector_output)
+            short = report.short
+        self._the_scheduler.stepped(connector_output, short)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -29,6 +29,7 @@ from headstart.tier.arena import ALIGNMENT
 
 RANGE_BYTES = 128 << 20  # read at once; two of them are under way
 _CATCH_UP_S = 0.5
+_LOOKS = 4  # at least, so that a machine on which nothing gets its turn is not mistaken for a prefix that is gone
 _LOOK_AGAIN_S = 0.02
 _TROUBLE_S = 60.0  # for so long what failed to load is not matched again, so that less is found here than elsewhere
 NULL_BLOCK = 0  # vLLM's placeholder for a page that nobody attends to, as before a sliding window
@@ -37,10 +38,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`lacking`: blocks that do not hold what they should, None where all is well."""
+    """`lacking`: blocks that do not hold what they should, None where all is well. `tokens`: of the prompt that are there."""
 
     request: str
     lacking: tuple[int, ...] | None
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -118,7 +120,8 @@ class Loader:
         self._memory.fence()
         now = time.monotonic()
         for order in orders:
-            bringing = _Bringing(order, deadline=now + self._timeout_s, started=now)
+            within_s = self._timeout_s if order.within_s is None else min(self._timeout_s, order.within_s)
+            bringing = _Bringing(order, deadline=now + within_s, started=now)
             with self._lock:
                 self._under_way[order.request] = bringing
             self._queue.put(bringing)
@@ -132,7 +135,9 @@ class Loader:
             if one.order.request in over:
                 self._end(one, cancelled=True)
             else:
-                one.trouble = "it took longer than cache.load_timeout_s"
+                one.trouble = f"it took longer than {one.deadline - one.started:.1f} s, in which computing is sooner"
+                if one.deadline - one.started >= self._timeout_s:
+                    one.trouble = "it took longer than cache.load_timeout_s"
                 self._end(one)
         with self._lock:
             ended, self._ended = self._ended, []
@@ -183,8 +188,11 @@ class Loader:
         """Return a lease on what the scheduler has found and holds. Where less is found here, what other processes have moved
         is not known here yet: that is waited for, unless the disk fails anyway."""
         asked = len(prompt.tokens) // 4
-        until = time.monotonic() + (_CATCH_UP_S if time.monotonic() > self._troubled_until else 0.0)
+        troubled = time.monotonic() < self._troubled_until
+        until = time.monotonic() + (0.0 if troubled else _CATCH_UP_S)
+        looks = 0
         while True:
+            looks += 1
             lease = self._cache.match(
                 prompt.array,
                 salt=prompt.salt,
@@ -192,7 +200,7 @@ class Loader:
                 leave=0,
                 contents=prompt.contents,
             )
-            if lease.tokens >= asked or time.monotonic() >= until:
+            if lease.tokens >= asked or (time.monotonic() >= until and (troubled or looks >= _LOOKS)):
                 return lease
             lease.release()
             time.sleep(_LOOK_AGAIN_S)
@@ -264,4 +272,4 @@ class Loader:
         with self._lock:
             if self._under_way.get(order.request) is bringing:
                 del self._under_way[order.request]
-            self._ended.append(Ended(order.request, lacking))
+            self._ended.append(Ended(order.request, lacking, tokens))

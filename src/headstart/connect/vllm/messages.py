@@ -2,7 +2,7 @@
 
 worker ── Handshake ──▶ scheduler        once, before any request: what only the worker knows for certain
 scheduler ── Orders ──▶ worker           with each step: what to load where, what to save from where
-worker ── Report ──▶ scheduler           with a step's result: the handshake, where vLLM's own did not carry it
+worker ── Report ──▶ scheduler           with a step's result: the handshake, where vLLM's own did not carry it; what failed
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from headstart.block.identity import Identity
-from headstart.block.keys import Content
+from headstart.block.keys import BlockKey, Content, chain_keys
 
 Rank = tuple[int, int]  # of the pipeline, of the tensors
 Tables = tuple[tuple[int, ...], ...]  # by KV cache group: block numbers, in the order of the prompt
@@ -57,16 +57,22 @@ class Prompt:
         """Return the identity that differs from the cache's own, None where none does."""
         return replace(base, adapters=self.adapters) if self.adapters else None
 
+    def keys(self, base: Identity) -> list[BlockKey]:
+        """Return what its blocks are called, where `base` is the cache's identity."""
+        root = (self.identity(base) or base).root()
+        return chain_keys(self.array, root=root, salt=self.salt, contents=self.contents)
+
 
 @dataclass(frozen=True)
 class LoadOrder:
     """Fill the blocks of `tables` with what is stored of `prompt`, but for the first `skip` tokens, which are there already
-    and may be in use by others."""
+    and may be in use by others. `within_s`: after so long computing it would have been sooner; None: that is not known."""
 
     request: str
     prompt: Prompt
     tables: Tables
     skip: int
+    within_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,15 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """`short`: of requests whose load brought less than was found, how many of the prompt's tokens are there."""
+
     handshakes: dict[Rank, Handshake] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> Report:
-        return Report({**self.handshakes, **other.handshakes})
+        short = {**self.short, **other.short}
+        both = self.short.keys() & other.short.keys()
+        return Report(
+            {**self.handshakes, **other.handshakes},
+            {**short, **{name: min(self.short[name], other.short[name]) for name in both}},
+        )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from headstart.block.keys import BlockKey
 from headstart.metrics import Counters
+from headstart.policy.loading import Computing
 
 _MOST_KEYS = 1 << 20  # 64 million tokens; some 150 MB
-_PREFILL_TOKENS = 64  # a step with fewer is mostly decoding and says little about the speed of prompts
 
 
 class Observer:
@@ -20,20 +20,27 @@ class Observer:
         self._per_piece = blocks_per_piece
         self._counters = counters
         self._keys: OrderedDict[BlockKey, None] = OrderedDict()
-        self._computed_tokens = 0
-        self._computing_s = 0.0
 
-    def asked(self, keys: Sequence[BlockKey], *, prompt_tokens: int, block_tokens: int, computed_tokens: int) -> None:
-        """Note a prompt: `keys` of the blocks that may be hit, of which vLLM itself has `computed_tokens` tokens."""
+    def asked(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        prompt_tokens: int,
+        block_tokens: int,
+        computed_tokens: int,
+        computing: Computing | None,
+    ) -> None:
+        """Note a prompt: `keys` of the blocks that may be hit, of which vLLM itself has `computed_tokens` tokens. `computing`:
+        how fast it computes others, None while that is not known."""
         stored = next((at for at, key in enumerate(keys) if key not in self._keys), len(keys))
         stored = stored // self._per_piece * self._per_piece
         gained = max(0, stored * block_tokens - computed_tokens)
         self._counters.add("observed_prompt_tokens", prompt_tokens)
         if gained:
             self._counters.add("observed_tokens", gained)
-            if self._computed_tokens:
-                per_token_s = self._computing_s / self._computed_tokens
-                self._counters.add("observed_saved_milliseconds", round(1000 * gained * per_token_s))
+            if computing is not None:
+                saved_s = computing.seconds(computed_tokens, computed_tokens + gained)
+                self._counters.add("observed_saved_milliseconds", round(1000 * saved_s))
         for key in keys[:stored]:
             self._keys.move_to_end(key)
 
@@ -44,9 +51,3 @@ class Observer:
             self._keys.move_to_end(key)
         while len(self._keys) > self._most:
             self._keys.popitem(last=False)
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Note how long a step took in which so many tokens were computed."""
-        if tokens >= _PREFILL_TOKENS:
-            self._computed_tokens += tokens
-            self._computing_s += seconds

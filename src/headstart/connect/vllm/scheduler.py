@@ -1,69 +1,93 @@
 """The side that decides: one in vLLM's scheduler, which knows every request and no bytes.
 
-    asked ──▶ leases held ──▶ blocks given: LoadOrder ──▶ arrived (or failed: then it counts as not stored)
+    asked ──▶ looked up ──▶ leases held ──▶ blocks given: LoadOrder ──▶ arrived (or failed: then it counts as not stored)
       │                                                       │
-      └ nothing stored ───────────────────────────────────────┴──▶ computed: SaveOrders of what no tier has ──▶ ended: the last
+      └ nothing stored, or computed sooner ───────────────────┴──▶ computed: SaveOrders of what no tier has ──▶ ended: the last
 
 How KV lies is not known here but told by the workers; before that nothing is found. Every rank's part of the same tokens is
 stored by itself, so a prefix is as long as the shortest of them.
+
+What failed to load is not offered to others for a while (`lookups`), and after several failures in a row nothing is.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys
+from headstart.block.keys import BLOCK_TOKENS, BlockKey
 from headstart.block.representation import Representation
 from headstart.cache.open import open_caches
-from headstart.cache.prefix_cache import Lease, PrefixCache
 from headstart.config import ANY_DISK_BYTES, parse_size
 from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.loading import NULL_BLOCK
+from headstart.connect.vllm.lookups import AVOID_S, LOOKUP_S, Finding, Lookups
 from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Rank, SaveOrder, Tables
 from headstart.connect.vllm.observing import Observer
 from headstart.connect.vllm.requests import prompt_of
 from headstart.connect.vllm.settings import ConnectorSettings
 from headstart.connect.vllm.statistics import Statistics, Taking
+from headstart.engine.serving.loading import stretches_of
+from headstart.engine.speeds import ReadAccount, Speeds, within
+from headstart.metrics import Counters
+from headstart.policy.backing_off import BackingOff
+from headstart.policy.loading import Plan, Stretch, plan_whole
 
 _LEASE_S = 1.0  # for so long what was found stays found, for a request that waits for memory and is asked about at every step
 _HANDSHAKE_S = 10.0  # a request waits so long for the workers to say how KV lies
+_LEAST_WITHIN_S = 2.0  # a load is not given up for being slower than computing before that
+_MOST_STEPS = 4  # under way at once
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Request:
     """`stored`: tokens from the start that the tiers have, or that were given to be saved. `promised`: the blocks of a load
-    under way. `failed`: one did, so the request is computed and not offered another, which could fail for ever. `prompt_kept`:
-    whether the end of the prompt, as it is now, was given to be saved."""
+    under way, `account` how long it takes. `failed`: one did, so the request is computed and not offered another, which could
+    fail for ever. `outrun`: tokens that are stored and computed sooner. `prompt_kept`: whether the end of the prompt, as it is
+    now, was given to be saved."""
 
     request: Any
-    leases: list[Lease] = field(default_factory=list)
-    leased_at: float = 0.0
-    leased_for: int = 0
+    found: Finding = field(default_factory=Finding)
     local: int = 0
     stored: int = 0
+    stretches: Sequence[Stretch] = ()
+    plan: Plan | None = None
+    outrun: int = 0
     promised: frozenset[int] | None = None
+    account: ReadAccount | None = None
     failed: bool = False
     prompt_kept: bool = False
     keys: Sequence[BlockKey] | None = None
 
-    def release(self) -> None:
-        leases, self.leases = self.leases, []
-        for lease in leases:
-            lease.release()
+    def read(self, nbytes: int, *, cancelled: bool = False) -> None:
+        """Note that the load under way has ended with so many bytes."""
+        account, self.account = self.account, None
+        if account is not None:
+            account.cancelled = cancelled
+            account.ended(nbytes)
 
 
 class Scheduler:
     """Called by vLLM's scheduler alone, from its one thread.
 
-    `block_tokens`: by KV cache group. `save_always`: pages may be gone by the end of a prompt, as before a sliding window."""
+    `block_tokens`: by KV cache group. `save_always`: pages may be gone by the end of a prompt, as before a sliding window.
+    `chunk_tokens`: the most that a step computes."""
 
-    def __init__(self, settings: ConnectorSettings, *, ranks: int, block_tokens: Sequence[int], save_always: bool) -> None:
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        *,
+        ranks: int,
+        block_tokens: Sequence[int],
+        save_always: bool,
+        chunk_tokens: int,
+    ) -> None:
         self._settings = settings
         self._ranks = ranks
         self._block_tokens = tuple(block_tokens)
@@ -75,13 +99,16 @@ class Scheduler:
         self._handshakes: dict[Rank, Handshake] = {}
         self._ready = False
         self._asked_at: float | None = None
-        self._caches: list[PrefixCache] = []
+        self._lookups: Lookups | None = None
         self._observer: Observer | None = None
         self._identity: Identity | None = None
         self._piece = BLOCK_TOKENS
         self._loads: list[LoadOrder] = []
         self._saves: list[SaveOrder] = []
-        self._step: tuple[int, float] | None = None  # tokens of the last step, and when it was given out
+        self._speeds = Speeds(Counters(), chunk_tokens=chunk_tokens)
+        self._trying = BackingOff(patience=3, least_s=1.0, most_s=AVOID_S)
+        self._steps: deque[tuple[int, float, float]] = deque()  # rows, rows × keys before them, and when it was given out
+        self._stepped_s = 0.0
 
     # What the workers say.
 
@@ -106,7 +133,8 @@ class Scheduler:
         config = self._settings.config.cache
         if self._settings.stores:
             config = replace(config, kv_events="")  # the workers tell of what they store
-            self._caches = open_caches(config, identity=self._identity, representations=representations)
+            caches = open_caches(config, identity=self._identity, representations=representations, match_timeout_s=LOOKUP_S)
+            self._lookups = Lookups(caches, identity=self._identity, piece_tokens=self._piece)
             return
         block_bytes = BLOCK_TOKENS * sum(one.bytes_per_token or 0 for one in representations)
         self._observer = Observer(
@@ -115,20 +143,25 @@ class Scheduler:
             counters=self._counters,
         )
 
-    def stepped(self, output: Any) -> None:
-        """Take what came back with a step."""
-        if self._observer is not None and self._step is not None:
-            tokens, began = self._step
-            self._observer.stepped(tokens, time.monotonic() - began)
-        self._step = None
+    def stepped(self, output: Any, short: Mapping[str, int]) -> None:
+        """Take what came back with a step. `short`: tokens of the prompt that are there, of requests whose load failed."""
+        now = time.monotonic()
+        if self._steps:  # the next may have been given out before this one came back
+            rows, row_keys, began = self._steps.popleft()
+            if rows:
+                self._speeds.passed(rows, row_keys, now - max(began, self._stepped_s))
+        self._stepped_s = now
         failed = output.failed_recving or ()
         for name, one in self._requests.items():
             if one.promised is not None and (name in failed or one.promised & output.invalid_block_ids):
-                one.stored, one.failed = 0, True  # what could not be read is saved again once it is computed
+                self._failed(one, short.get(name, one.local), now)
         for name in output.finished_recving or ():
             if (arrived := self._requests.get(name)) is not None:
+                if not arrived.failed:
+                    self._trying.came()
+                    arrived.read(sum(part.nbytes for part in within(arrived.stretches, arrived.local, arrived.stored)))
                 arrived.promised = None
-                arrived.release()
+                arrived.found.release()
 
     # What vLLM's scheduler asks, in its order.
 
@@ -142,15 +175,34 @@ class Scheduler:
         if request.skip_reading_prefix_cache:
             return 0, False
         one = self._known(request)
-        one.local = local_tokens
+        if one.local != local_tokens:
+            one.local, one.plan = local_tokens, None
         one.prompt_kept = False
         if self._observer is not None:
             self._observe(one, self._observer)
-        if not self._caches or one.failed:
+        if self._lookups is None or one.failed:
             return 0, False
-        one.stored = self._lease(one)
-        if one.stored <= local_tokens:
-            one.release()
+        if one.found.stale(request.num_tokens, time.monotonic()):
+            prompt = prompt_of(request, request.num_tokens, adapters=self._adapters)
+            self._lookups.begin(one.found, prompt, of=request.num_tokens)
+            one.plan = None
+        found = self._lookups.answer(one.found)
+        if found is None:
+            return None, False
+        one.stored, one.outrun = found, 0
+        if one.stored <= local_tokens or not self._trying.may(time.monotonic()):
+            one.found.release()
+            return 0, False
+        if one.plan is None:
+            one.stretches = stretches_of(one.found.leases[0])
+            one.plan = plan_whole(
+                list(within(one.stretches, local_tokens, one.stored)),
+                first=local_tokens,
+                computing=self._speeds.computing,
+                reading=self._speeds.reading(),
+            )
+        if one.plan.choice == "compute":
+            one.outrun = one.stored - local_tokens
             return 0, False
         return one.stored - local_tokens, True
 
@@ -158,13 +210,20 @@ class Scheduler:
         """Note that a request was given blocks; if `external_tokens` are to come from here, order the load."""
         one = self._known(request)
         if not external_tokens:
-            one.release()
+            self._counters.add("outrun_tokens", one.outrun)
+            one.outrun = 0
+            one.found.release()
             return
         tokens = one.local + external_tokens
         prompt = prompt_of(request, tokens, adapters=self._adapters)
         assert prompt is not None, "vLLM expects tokens that were not offered"
         self._counters.add("matched_tokens", external_tokens)
-        order = LoadOrder(request.request_id, prompt, self._cut(tables, 0, tokens), skip=one.local)
+        self._trying.tries(time.monotonic())
+        one.account = ReadAccount(self._speeds, one.stretches, one.local, tokens)
+        within_s = None
+        if one.plan is not None and one.plan.load_s is not None and one.plan.compute_s is not None:
+            within_s = max(_LEAST_WITHIN_S, one.plan.load_s + one.plan.compute_s)
+        order = LoadOrder(request.request_id, prompt, self._cut(tables, 0, tokens), skip=one.local, within_s=within_s)
         self._loads.append(order)
         one.stored = tokens
         one.promised = frozenset(block for table in order.tables for block in table)
@@ -175,21 +234,25 @@ class Scheduler:
         cached = scheduled.scheduled_cached_reqs
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         blocks = scheduled.kv_connector_block_state
+        row_keys = 0.0
         for name, count in scheduled.num_scheduled_tokens.items():
             one = self._requests.get(name)
             if one is None:
                 continue
+            row_keys += count * (before.get(name, one.request.num_computed_tokens) + count / 2)
             done = min(before.get(name, one.request.num_computed_tokens) + count, one.request.num_tokens)
             whole_prompt = done >= one.request.num_prompt_tokens and not one.prompt_kept
             if whole_prompt:
                 one.prompt_kept = True
                 if self._observer is not None and one.keys is not None:
                     self._observer.computed(one.keys)
-            if self._caches and (whole_prompt or done - one.stored >= self._save_every):
+            if self._lookups and (whole_prompt or done - one.stored >= self._save_every):
                 tables = None if blocks is None else blocks.get_block_ids(name)
                 if tables is not None:
                     self._keep(one, done, tables)
-        self._step = (scheduled.total_num_scheduled_tokens, time.monotonic())
+        self._steps.append((scheduled.total_num_scheduled_tokens, row_keys, time.monotonic()))
+        while len(self._steps) > _MOST_STEPS:
+            self._steps.popleft()
         loads, self._loads = self._loads, []
         saves, self._saves = self._saves, []
         return Orders(loads, saves)
@@ -199,22 +262,23 @@ class Scheduler:
         one = self._requests.pop(request.request_id, None)
         if one is None:
             return False
-        one.release()
-        if one.promised is not None or not self._caches or request.num_nans_in_logits:
+        one.found.release()
+        one.read(0, cancelled=True)
+        if one.promised is not None or not self._lookups or request.num_nans_in_logits:
             return False  # what its blocks hold has not arrived, or is not worth keeping
         done = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         return self._keep(one, done, tables, last=True)
 
     def reset(self) -> bool:
         """Find and keep nothing more in this process: who resets a cache may have changed what its entries depend on."""
-        if self._caches or self._observer is not None:
+        if self._lookups or self._observer is not None:
             _log.warning("the cache was reset: headstart finds and stores nothing until vLLM is started again")
         self._observer = None
         for one in self._requests.values():
-            one.release()
-        caches, self._caches = self._caches, []
-        for cache in caches:
-            cache.close()
+            one.found.release()
+        lookups, self._lookups = self._lookups, None
+        if lookups is not None:
+            lookups.close()
         return True
 
     def statistics(self) -> Statistics | None:
@@ -222,30 +286,23 @@ class Scheduler:
 
     def close(self) -> None:
         for one in self._requests.values():
-            one.release()
-        for cache in self._caches:
-            cache.close()
+            one.found.release()
+        if self._lookups is not None:
+            self._lookups.close()
 
     def _known(self, request: Any) -> _Request:
         return self._requests.setdefault(request.request_id, _Request(request))
 
-    def _lease(self, one: _Request) -> int:
-        """Hold leases on the longest prefix that every rank's tier has, and return its tokens."""
-        tokens, now = one.request.num_tokens, time.monotonic()
-        if not one.leases or one.leased_for != tokens or now - one.leased_at > _LEASE_S:
-            one.release()
-            prompt = prompt_of(one.request, tokens, adapters=self._adapters)
-            if prompt is None:
-                return 0
-            for cache in self._caches:
-                lease = cache.match(
-                    prompt.array, salt=prompt.salt, identity=prompt.identity(cache.identity), contents=prompt.contents
-                )
-                one.leases.append(lease)
-                if not lease.tokens:
-                    break
-            one.leased_at, one.leased_for = now, tokens
-        return min(lease.tokens for lease in one.leases)
+    def _failed(self, one: _Request, arrived: int, now: float) -> None:
+        """Note that a load has brought only the first `arrived` tokens."""
+        self._trying.failed(now)
+        if one.account is not None:
+            one.account.late(1, of=1)  # if it was slow: not even all of it had come by now
+        one.read(0, cancelled=True)
+        prompt = prompt_of(one.request, one.stored, adapters=self._adapters)
+        if prompt is not None and self._lookups is not None:
+            self._lookups.avoid(prompt, arrived=arrived)
+        one.stored, one.failed = 0, True  # what could not be read is saved again once it is computed
 
     def _keep(self, one: _Request, done: int, tables: Sequence[Sequence[int]], *, last: bool = False) -> bool:
         """Order that the whole pieces of the first `done` tokens are kept, as far as no tier has them; return whether."""
@@ -278,12 +335,12 @@ class Scheduler:
         assert self._identity is not None
         if prompt is None:
             return
-        root = (prompt.identity(self._identity) or self._identity).root()
-        one.keys = chain_keys(prompt.array, root=root, salt=prompt.salt, contents=prompt.contents)
+        one.keys = prompt.keys(self._identity)
         may_hit = (one.request.num_tokens - 1) // BLOCK_TOKENS
         observer.asked(
             one.keys[:may_hit],
             prompt_tokens=one.request.num_tokens,
             block_tokens=BLOCK_TOKENS,
             computed_tokens=one.local,
+            computing=self._speeds.computing,
         )

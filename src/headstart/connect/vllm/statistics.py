@@ -10,6 +10,7 @@ from headstart.metrics import Counters
 
 COUNTERS = {
     "matched_tokens": "Tokens that were found stored when a request was scheduled, beyond what vLLM itself had",
+    "outrun_tokens": "Tokens that were found stored and computed all the same, because that is sooner here",
     "loaded_tokens": "Tokens of hits that have arrived: read, verified and in vLLM's KV memory, on every rank's own count",
     "loaded_bytes": "Bytes of pieces that were read and verified",
     "loads": "Loads that ended, for better or worse",

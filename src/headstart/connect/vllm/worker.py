@@ -21,6 +21,7 @@ from headstart.connect.vllm.saving import Keeper
 from headstart.connect.vllm.settings import ConnectorSettings
 from headstart.connect.vllm.statistics import Statistics, Taking
 
+_PATIENCE_S = 5.0  # of lookups, which only this side's own threads wait for: what was found must not be missed for haste
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +37,7 @@ class Worker:
         self._loader: Loader | None = None
         self._keeper: Keeper | None = None
         self._sent: set[str] = set()
+        self._short: dict[str, int] = {}
         self.handshake: Handshake | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -59,7 +61,7 @@ class Worker:
         first = rank == (0, 0)
         if not first:
             config = replace(config, kv_events="")  # all ranks store the same tokens; one of them tells of it
-        self._cache = open_cache(config, identity=identity, representation=representation)
+        self._cache = open_cache(config, identity=identity, representation=representation, match_timeout_s=_PATIENCE_S)
         self._loader = Loader(self._cache, layout, memory, timeout_s=config.load_timeout_s, taking=self._taking, counts=first)
         self._keeper = Keeper(self._cache, layout, memory, taking=self._taking)
 
@@ -89,11 +91,17 @@ class Worker:
         for load in arrived:
             if load.lacking is None:
                 continue
+            self._short[load.request] = load.tokens
             if len(self._kv_cache_config.kv_cache_groups) == 1:
                 bad.update(load.lacking)
             else:
                 failed.add(load.request)
         return sent, received, failed, bad
+
+    def short(self) -> dict[str, int]:
+        """Return, once, how many tokens are there of each request whose load brought less than was found."""
+        short, self._short = self._short, {}
+        return short
 
     def statistics(self) -> Statistics | None:
         return self._taking.take()
