@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import worker_kit as kit
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched import output
 from vllm.v1.request import Request
@@ -147,6 +151,28 @@ def test_what_we_read_of_requests_and_steps_is_there() -> None:
     fields = inspect.signature(output.SchedulerOutput).parameters
     assert set(STEP_FIELDS.split()) <= set(fields)
     assert hasattr(output.KVConnectorBlockState, "get_block_ids")
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "warned"), [("fail", "store", 1), ("recompute", "store", 0), ("fail", "observe", 0)]
+)
+def test_a_policy_by_which_a_failed_read_fails_its_request_is_warned_of_at_the_start(
+    policy: str, mode: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="HeadstartConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"mode": mode},
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+    )
+    with caplog.at_level(logging.WARNING, logger="headstart"):
+        connector = HeadstartConnector(config, base.KVConnectorRole.SCHEDULER, kit.kv_config((kit.gqa_spec(), ["a.0.attn"])))
+    connector.shutdown()
+    assert sum('"kv_load_failure_policy": "recompute"' in line for line in caplog.messages) == warned
 
 
 def test_this_is_a_version_that_was_looked_at() -> None:
