@@ -201,14 +201,35 @@ def test_salts_keep_prompts_apart(model: Any, settings: dict[str, object]) -> No
 @pytest.mark.parametrize(
     "options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "several answers"]
 )
-def test_more_than_one_sequence_is_refused(model: Any, settings: dict[str, object], options: dict[str, Any]) -> None:
+def test_beams_and_several_answers_begin_with_what_is_stored_and_leave_the_prompt(
+    model: Any, settings: dict[str, object], options: dict[str, Any]
+) -> None:
+    ids = prompt(140)
+
+    def answered(cache: Any = None) -> list[int]:
+        torch.manual_seed(3)
+        return generate(model, ids, cache, **options)
+
+    with open_store(model, settings) as store:
+        for cached in (0, 128):
+            with store.cache(ids) as cache:
+                assert answered(cache) == answered()
+            assert cache.cached_tokens == cached
+            assert cache.ticket is not None
+            assert cache.ticket.wait(TIMEOUT_S).stored_tokens == 128
+        assert kept(store, model, ids) == (generate(model, ids), 128)
+
+
+def test_a_batch_of_several_prompts_is_refused(model: Any, settings: dict[str, object]) -> None:
     ids = prompt(100)
+    both = torch.cat([ids, prompt(100, seed=7)])
     with open_store(model, settings) as store:
         kept(store, model, ids)
-        with pytest.raises(ValueError, match="one sequence"), store.cache(ids) as cache:
-            generate(model, ids, cache, **options)
+        with pytest.raises(ValueError, match="one prompt"), store.cache(ids) as cache:
+            generate(model, both, cache)
+        assert cache.ticket is None
         with pytest.raises(ValueError, match="one sequence"):
-            store.cache(ids.repeat(2, 1))
+            store.cache(both)
         assert kept(store, model, ids) == (generate(model, ids), 64)
 
 

@@ -1,11 +1,12 @@
-"""HeadstartCache: keys and values of one sequence, the stored prefix first, which arrives layer by layer while the model runs.
+"""HeadstartCache: keys and values of one prompt, the stored prefix first, which arrives layer by layer while the model runs.
 
     store.cache(ids): match, start reading ─▶ generate: only what is new is run; layer i waits for its part ─▶ close: save
 
 Every layer keeps all tokens, sliding windows too (the model's mask cuts them), so that any prefix of it is one. What fails to
 arrive is computed in the midst of the pass that wants it: of the layers before it what came was verified, and stays.
 
-Which tokens it holds is what the model was given: a hook on the model's forward notes them while the cache is open.
+Which tokens it holds is what the model was given: a hook on the model's forward notes them while the cache is open. Several
+answers to one prompt, and beams, are rows that have begun alike: what is kept of them is that beginning.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from headstart.engine.torch.kv_memory import KVShape, LayerKV
 from headstart.errors import LoadFailed
 
 _log = logging.getLogger(__name__)
-_ONE = "a HeadstartCache holds one sequence; use no beams, num_return_sequences=1 and a batch of one"
+_ONE = "a HeadstartCache holds one prompt; give each prompt of a batch a cache and a generation of its own"
 
 
 class HeadstartCache(Cache):  # type: ignore[misc]  # transformers tells no types
@@ -59,7 +60,9 @@ class HeadstartCache(Cache):  # type: ignore[misc]  # transformers tells no type
         self._closed = False
         self._prefix = _Prefix(model, shape, cache, tokens, salt=salt, timeout_s=load_timeout_s)
         self._tokens = list(tokens[: self._prefix.tokens])
-        self._whole = True  # every token is known whose keys and values are held
+        self._whole = True  # every token is known whose keys and values are held, up to where rows part
+        self._rows = 0  # not known yet
+        self._parted = False
         super().__init__(layers=[_Layer(place, self._prefix) for place in range(len(shape.layers))])
         self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -76,9 +79,6 @@ class HeadstartCache(Cache):  # type: ignore[misc]  # transformers tells no type
         super().reset()
         self._tokens.clear()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise ValueError(_ONE)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if repeats != 1:
             raise ValueError(_ONE)
@@ -94,7 +94,8 @@ class HeadstartCache(Cache):  # type: ignore[misc]  # transformers tells no type
         self._hook.remove()
         try:
             held = [layer.get_seq_length() for layer in self.layers if layer.is_initialized]
-            whole = self._whole and len(held) == len(self.layers) and set(held) == {len(self._tokens)}
+            whole = self._whole and len(held) == len(self.layers) and len(set(held)) == 1
+            whole = whole and (held[0] == len(self._tokens) or (self._parted and held[0] > len(self._tokens)))
             if whole and self._unchanged():
                 source = _Source(self._shape, [(layer.keys, layer.values) for layer in self.layers])
                 self.ticket = self._cache.save(self._tokens, source, salt=self._salt, retention=self._retention)
@@ -117,28 +118,32 @@ class HeadstartCache(Cache):  # type: ignore[misc]  # transformers tells no type
         return f"<HeadstartCache of {self.get_seq_length()} tokens, {self._prefix.tokens} of them stored>"
 
     def _note(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the tokens of a pass that uses this cache. Raises ValueError for what would not be this sequence's plain KV."""
+        """Note the tokens of a pass that uses this cache. Raises ValueError for what would not be this prompt's plain KV."""
         if not any(value is self for value in (*args, *kwargs.values())):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor):  # embeddings: what they are is not known
             self._whole = False
             return
-        if ids.shape[0] != 1:
+        same = bool((ids == ids[:1]).all())
+        if ids.shape[0] != (self._rows or ids.shape[0]) or not (same or self._rows):
             raise ValueError(_ONE)
+        self._rows = ids.shape[0]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
             raise ValueError(
                 "a HeadstartCache takes no padding; leave padding tokens out, with a batch of one there is no need"
             )
-        held = len(self._tokens)
+        held = self.get_seq_length() if self._parted else len(self._tokens)
         if isinstance(positions, Tensor) and positions.shape[-1] == ids.shape[-1] and positions.dim() == 2:
             plain = torch.arange(held, held + ids.shape[-1], device=positions.device)
-            if not torch.equal(positions[0], plain):
+            if not bool((positions == plain).all()):
                 raise ValueError(f"position_ids do not go on behind the {held} tokens of this cache; leave them out")
         if held != self.get_seq_length():
             self._whole = False
-        self._tokens += ids[0].tolist()
+        self._parted = self._parted or not same
+        if not self._parted:
+            self._tokens += ids[0].tolist()
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
@@ -156,8 +161,11 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = (one.to(key_states.device, key_states.dtype) for one in (keys, values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[0] != 1:
-            raise ValueError(_ONE)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = key_states.shape[0]
+        if self.keys.dim() == key_states.dim() and self.keys.shape[0] == 1 != rows:
+            self.keys, self.values = (one.expand(rows, -1, -1, -1) for one in (self.keys, self.values))
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         return found
 
