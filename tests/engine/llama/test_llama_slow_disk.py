@@ -156,7 +156,7 @@ def test_a_disk_that_is_slower_than_computing_is_turned_round_left_alone_and_tri
     assert receipt_of(stand.asked()).decision.choice == "mixed"
 
 
-@pytest.mark.parametrize("kind", ["eio", "short", "flip"])
+@pytest.mark.parametrize("kind", ["eio", "short", "flip", "vanished"])
 def test_a_device_that_fails_below_the_tier_costs_its_blocks_alone(stand: Stand, kind: Any) -> None:
     stand.disk.inject(DiskFault("read", kind))
     assert receipt_of(stand.asked()).cached_tokens == 0

@@ -273,5 +273,15 @@ class Reading:
     def _failed(self, error: OSError, segment: Segment) -> None:
         """Count a failed access; a file that is gone takes its extents along."""
         self._counters.add(f"read_failed_{errno.errorcode.get(error.errno or 0, 'other').lower()}")
-        if error.errno in LOST:
+        if error.errno == errno.ESTALE and self._may_be_there(segment):
+            self._store.files.discard(segment)  # what was open may be of a mount that went; the next read opens it anew
+        elif error.errno in LOST:
             self._store.lost_segment(segment)
+
+    def _may_be_there(self, segment: Segment) -> bool:
+        """Whether a file may stand under a segment's name: where it does, forgetting it would leave what nobody finds."""
+        try:
+            self._store.disk.stat(self._store.directory.segment_path(segment.name))
+        except OSError as error:
+            return error.errno not in LOST - {errno.ESTALE}
+        return True
