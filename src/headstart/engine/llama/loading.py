@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
 from headstart.engine.llama.bridge import CacheBridge
 from headstart.engine.llama.cells import Cells, SequenceKV
+from headstart.engine.llama.reading import PrefixRead
 from headstart.engine.llama.sequence import LlamaSequence
+from headstart.engine.serving.bridge import Started
 from headstart.engine.serving.loading import LoadBooks
 from headstart.engine.serving.roster import Roster
 from headstart.engine.speeds import Speeds
 from headstart.metrics import Counters
-
-_log = logging.getLogger(__name__)
 
 
 class LlamaLoads(LoadBooks[LlamaSequence]):
@@ -26,31 +23,15 @@ class LlamaLoads(LoadBooks[LlamaSequence]):
         self._cells = cells
         self._bridge = bridge
 
-    def start(self, sequence: LlamaSequence) -> None:
-        """Match what is known of a request that has its KV, decide what is done with what matched, and start to read it."""
-        if self._bridge is None or not sequence.use_cache or not sequence.reload:
-            return
-        begun = time.monotonic()
-        try:
-            started = self._bridge.start_read(
-                sequence.tokens,
-                salt=sequence.request.salt,
-                shared_tokens=sequence.request.shared_tokens,
-                identity=sequence.identity,
-                ahead_s=self._ahead_s(sequence),
-            )
-        except Exception:  # noqa: BLE001 - a request's outer edge: without the cache it can still be answered
-            self._counters.add("match_faults")
-            _log.exception("matching request %s failed; it is computed", sequence.request.id)
-            return
-        finally:
-            sequence.match_s = time.monotonic() - begun
-        sequence.load = started.read
-        sequence.note_known(started.matched_tokens)
-        if started.beyond_tokens:
-            sequence.diverges = started.matched_tokens + started.beyond_tokens
-        if started.plan is not None:
-            self._tell(sequence, started.plan, started.matched_tokens)
+    def _begin(self, sequence: LlamaSequence) -> Started[PrefixRead]:
+        assert self._bridge is not None
+        return self._bridge.start_read(
+            sequence.tokens,
+            salt=sequence.request.salt,
+            shared_tokens=sequence.request.shared_tokens,
+            identity=sequence.identity,
+            ahead_s=self._ahead_s(sequence),
+        )
 
     def settle(self) -> bool:
         """Set what has landed, take over what is done, and give up or turn round what takes too long. Returns whether
@@ -90,6 +71,8 @@ class LlamaLoads(LoadBooks[LlamaSequence]):
         read = sequence.load
         assert read is not None
         outcome = read.outcome()
+        if not sequence.computed:  # of a recurrent model a part may have been set, and is of no use
+            self._cells.context.remove(self._kv(sequence).number)
         self._count(sequence, outcome)
         missing = read.tokens - outcome.tokens
         if read.plan.choice == "compute":

@@ -6,10 +6,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic
 
+from headstart.engine.serving.bridge import Bridge
 from headstart.engine.serving.ending import Endings
-from headstart.engine.serving.parts import KV, Bridge, Loads, Rooms
+from headstart.engine.serving.parts import KV, Loads, Rooms
 from headstart.engine.serving.preempting import Preemption
 from headstart.engine.serving.roster import Roster
 from headstart.engine.serving.sequence import S
@@ -31,7 +32,7 @@ class Admission(Generic[S]):
         preemption: Preemption[S],
         loads: Loads[S],
         endings: Endings[S],
-        bridge: Bridge | None,
+        bridge: Bridge[Any] | None,
         counters: Counters,
         *,
         max_running: int,

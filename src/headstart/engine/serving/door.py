@@ -72,11 +72,15 @@ class ServingEngine(ABC, Generic[S]):
         refuse_impossible(request, self.info)
         max_tokens = min(request.max_tokens, self.info.context_tokens - len(request.prompt))
         sequence = self._sequence(request, on_event, max_tokens)
-        with self._roster.lock:
-            self._refuse_if_over()
-            if request.id in self._roster.known:
-                raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
-            self._roster.post(sequence)
+        try:
+            with self._roster.lock:
+                self._refuse_if_over()
+                if request.id in self._roster.known:
+                    raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
+                self._roster.post(sequence)
+        except RequestError:
+            sequence.close()
+            raise
         self._roster.wake.set()
 
     def abort(self, request_id: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Generic
+from typing import Any, Generic
 
 from headstart.engine.base import FinishReason, TokenEvent
-from headstart.engine.serving.parts import Bridge, Choice, Loads, Rooms
+from headstart.engine.serving.bridge import Bridge
+from headstart.engine.serving.parts import Choice, Loads, Rooms
 from headstart.engine.serving.roster import Roster
 from headstart.engine.serving.sequence import S
 from headstart.metrics import Counters
@@ -23,7 +24,7 @@ class Endings(Generic[S]):
         roster: Roster[S],
         rooms: Rooms[S],
         loads: Loads[S],
-        bridge: Bridge | None,
+        bridge: Bridge[Any] | None,
         counters: Counters,
         *,
         piece_tokens: int,

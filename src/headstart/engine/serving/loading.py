@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from headstart.block.identity import Identity
-from headstart.cache.prefix_cache import Lease
 from headstart.engine.base import LoadDecision
 from headstart.engine.expecting import Conversations
-from headstart.engine.serving.parts import Bridge
+from headstart.engine.serving.bridge import Bridge, Started
 from headstart.engine.serving.roster import Roster
 from headstart.engine.serving.sequence import S
 from headstart.engine.speeds import Speeds
 from headstart.metrics import Counters
-from headstart.policy.loading import Plan, Stretch
+from headstart.policy.loading import Plan
 
 _log = logging.getLogger(__name__)
-
-MEMORY = "memory"  # the tier whose tokens are told apart from those of all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +41,40 @@ class Outcome:
         return self.memory_tokens + self.disk_tokens
 
 
-class LoadBooks(Generic[S]):
+class LoadBooks(ABC, Generic[S]):
     """For the engine's thread."""
 
-    def __init__(self, roster: Roster[S], bridge: Bridge | None, speeds: Speeds, counters: Counters) -> None:
+    def __init__(self, roster: Roster[S], bridge: Bridge[Any] | None, speeds: Speeds, counters: Counters) -> None:
         self.speeds = speeds
         self._roster = roster
         self._conversations = None if bridge is None else Conversations(self.promote)
         self._promoter = bridge
         self._counters = counters
+
+    def start(self, sequence: S) -> None:
+        """Match what is known of a request that has its KV (its prompt; of one that gave way its answer so far, too), decide
+        what is done with what matched, and start to read it."""
+        if self._promoter is None or not sequence.use_cache or not sequence.reload:
+            return
+        begun = time.monotonic()
+        try:
+            started = self._begin(sequence)
+        except Exception:  # noqa: BLE001 - a request's outer edge: without the cache it can still be answered
+            self._counters.add("match_faults")
+            _log.exception("matching request %s failed; it is computed", sequence.request.id)
+            return
+        finally:
+            sequence.match_s = time.monotonic() - begun
+        sequence.load = started.load
+        sequence.note_known(started.matched_tokens)
+        if started.beyond_tokens:
+            sequence.diverges = started.matched_tokens + started.beyond_tokens
+        if started.plan is not None:
+            self._tell(sequence, started.plan, started.matched_tokens)
+
+    @abstractmethod
+    def _begin(self, sequence: S) -> Started[Any]:
+        """Begin to load the longest stored prefix of a request, unless computing it is sooner."""
 
     def went_on(self, sequence: S) -> None:
         """Note that a request of a conversation has ended."""
@@ -123,8 +146,3 @@ class LoadBooks(Generic[S]):
             return 0.0
         others = [one for one in self._roster.running if one is not sequence and one.load is None and not one.decoding]
         return sum(computing.seconds(one.computed, len(one.tokens)) for one in others)
-
-
-def stretches_of(lease: Lease) -> list[Stretch]:
-    """Return what matched as `policy.loading` sees it."""
-    return [Stretch(one.tier, one.tokens, one.nbytes, always=one.tier == MEMORY) for one in lease.stretches]

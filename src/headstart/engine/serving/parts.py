@@ -1,14 +1,12 @@
-"""What an engine brings for its requests: the protocols of KV, loads, rooms and the bridge to the cache."""
+"""What an engine brings for its requests: the protocols of KV, loads and rooms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from headstart.block.identity import Identity
-from headstart.cache.ticket import Ticket
 from headstart.engine.base import Logprobs
 
 if TYPE_CHECKING:
@@ -102,38 +100,3 @@ class Loads(Protocol[S_contra]):
     def promote(
         self, tokens: Several[int], salt: str | bytes | None, shared_tokens: int, identity: Identity | None
     ) -> bool: ...
-
-
-class Bridge(Protocol):
-    """The engine's side of the prefix cache."""
-
-    def stored_tokens(
-        self, tokens: Several[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None = None
-    ) -> int:
-        """Return how many of `tokens` a load would bring now."""
-        ...
-
-    def promote(
-        self, tokens: Several[int], *, salt: str | bytes | None, shared_tokens: int = 0, identity: Identity | None
-    ) -> bool:
-        """Have what is stored of `tokens` brought to the memory tier; see `PrefixCache.promote`."""
-        ...
-
-    def save(
-        self,
-        tokens: Several[int],
-        kv: Any,
-        *,
-        salt: str | bytes | None,
-        shared_tokens: int = 0,
-        identity: Identity | None = None,
-        retention: str,
-        tenant: str,
-        session: str,
-        keep_s: float,
-        own_tokens: int,
-        states: Mapping[int, Any] | None = None,
-    ) -> Ticket | None:
-        """Give the KV of `tokens` to the cache, written behind. `own_tokens`: as many of them as this request gave before. `kv`
-        may be released at once; of `states` this takes over the references. None: it cannot be taken now."""
-        ...

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
+from headstart.engine.serving.bridge import Started
 from headstart.engine.serving.loading import LoadBooks, Outcome
 from headstart.engine.serving.roster import Roster
 from headstart.engine.speeds import Speeds
@@ -15,8 +13,6 @@ from headstart.engine.torch.prefix_load import PrefixLoad
 from headstart.engine.torch.room import Rooms
 from headstart.engine.torch.sequence import Sequence
 from headstart.metrics import Counters
-
-_log = logging.getLogger(__name__)
 
 
 class Loads(LoadBooks[Sequence]):
@@ -30,37 +26,22 @@ class Loads(LoadBooks[Sequence]):
         self._bridge = bridge
 
     def start(self, sequence: Sequence) -> None:
-        """Match what is known of a request that has its KV (its prompt; of one that gave way its answer so far, too), decide
-        what is done with what matched, and start to read it."""
-        if self._bridge is None or not sequence.use_cache or not sequence.reload:
-            return
-        assert isinstance(sequence.kv, HostKV | DeviceKV)
-        begun = time.monotonic()
-        try:
-            started = self._bridge.start_load(
-                sequence.tokens,
-                sequence.kv,
-                salt=sequence.request.salt,
-                shared_tokens=sequence.request.shared_tokens,
-                identity=sequence.identity,
-                ahead_s=self._ahead_s(sequence),
-                mix=sequence.mix,
-            )
-        except Exception:  # noqa: BLE001 - a request's outer edge: without the cache it can still be answered
-            self._counters.add("match_faults")
-            _log.exception("matching request %s failed; it is computed", sequence.request.id)
-            return
-        finally:
-            sequence.match_s = time.monotonic() - begun
-        sequence.load = started.load
-        sequence.note_known(started.matched_tokens)
-        if started.beyond_tokens:
-            sequence.diverges = started.matched_tokens + started.beyond_tokens
-        if started.plan is None:
-            return
-        self._tell(sequence, started.plan, started.matched_tokens)
+        super().start(sequence)
         if isinstance(sequence.load, PrefixLoad):
             sequence.computed = sequence.load.tokens
+
+    def _begin(self, sequence: Sequence) -> Started[PrefixLoad | Meeting]:
+        assert self._bridge is not None
+        assert isinstance(sequence.kv, HostKV | DeviceKV)
+        return self._bridge.start_load(
+            sequence.tokens,
+            sequence.kv,
+            salt=sequence.request.salt,
+            shared_tokens=sequence.request.shared_tokens,
+            identity=sequence.identity,
+            ahead_s=self._ahead_s(sequence),
+            mix=sequence.mix,
+        )
 
     def settle(self) -> None:
         """Take over what is done, go on with what meets, and give up what takes too long."""

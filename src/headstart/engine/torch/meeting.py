@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import Lease, Load
-from headstart.engine.serving.loading import MEMORY, Outcome
+from headstart.engine.serving.bridge import MEMORY
+from headstart.engine.serving.loading import Outcome
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV
 from headstart.engine.torch.prefix_load import PrefixLoad

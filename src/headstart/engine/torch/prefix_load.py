@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from headstart.cache.prefix_cache import Lease, Load
-from headstart.engine.serving.loading import MEMORY, Outcome
+from headstart.engine.serving.bridge import MEMORY
+from headstart.engine.serving.loading import Outcome
 from headstart.engine.speeds import ReadAccount
 from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVShape
 from headstart.errors import LoadFailed
