@@ -1,4 +1,4 @@
-"""Tiny GGUF files with random weights: a plain decoder, a hybrid, a recurrent one. They load and compute in milliseconds.
+"""Tiny GGUF files with random weights: a plain decoder, one with windows, hybrids, a recurrent one. Computed in milliseconds.
 
 Their vocabulary is byte-level with some merges, a chat template and an end of turn, so that prompts go the whole way from
 messages to tokens.
@@ -12,10 +12,11 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 
-Kind = Literal["llama", "lfm2", "mamba"]
+Kind = Literal["llama", "gemma3", "lfm2", "granitehybrid", "mamba"]
 
 WIDTH, HEADS, KV_HEADS, LAYERS, FEED = 64, 2, 1, 4, 128
 CONTEXT = 4096
+WINDOW = 96  # of the layers that have one
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -31,7 +32,7 @@ def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0) -> Path:
     tokens = _write_vocabulary(writer)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(_LAYERS.get(kind, LAYERS))
 
     def tensor(name: str, *shape: int, scale: float = 0.2) -> None:
         writer.add_tensor(name, (random.standard_normal(shape) * scale).astype(np.float32))
@@ -40,7 +41,7 @@ def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0) -> Path:
         writer.add_tensor(name, np.ones(shape, np.float32))
 
     tensor("token_embd.weight", len(tokens), WIDTH, scale=1.0)
-    {"llama": _llama, "lfm2": _lfm2, "mamba": _mamba}[kind](writer, tensor, ones)
+    _WRITE[kind](writer, tensor, ones)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,3 +138,63 @@ def _mamba(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
         writer.add_tensor(f"blk.{layer}.ssm_a", -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1)))
         ones(f"blk.{layer}.ssm_d", inner)
         tensor(f"blk.{layer}.ssm_out.weight", WIDTH, inner)
+
+
+def _gemma3(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
+    """Of six layers one sees everything."""
+    head = WIDTH // HEADS
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_sliding_window(WINDOW)
+    ones("output_norm.weight", WIDTH)
+    for layer in range(_LAYERS["gemma3"]):
+        ones(f"blk.{layer}.attn_norm.weight", WIDTH)
+        _attention(tensor, layer)
+        ones(f"blk.{layer}.attn_q_norm.weight", head)
+        ones(f"blk.{layer}.attn_k_norm.weight", head)
+        ones(f"blk.{layer}.post_attention_norm.weight", WIDTH)
+        _feed_forward(tensor, ones, layer)
+        ones(f"blk.{layer}.post_ffw_norm.weight", WIDTH)
+
+
+def _granitehybrid(writer: gguf.GGUFWriter, tensor: Any, ones: Any) -> None:
+    """Mamba 2 and attention in turn."""
+    inner, state, kernel, groups, heads = 2 * WIDTH, 16, 4, 1, 4
+    channels = inner + 2 * groups * state
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv([0 if layer % 2 == 0 else KV_HEADS for layer in range(LAYERS)])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(groups)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_embedding_scale(1.0)
+    writer.add_residual_scale(1.0)
+    writer.add_attention_scale((WIDTH // HEADS) ** -0.5)
+    writer.add_logit_scale(1.0)
+    ones("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        ones(f"blk.{layer}.attn_norm.weight", WIDTH)
+        if layer % 2 == 0:
+            tensor(f"blk.{layer}.ssm_in.weight", inner + channels + heads, WIDTH)
+            tensor(f"blk.{layer}.ssm_conv1d.weight", channels, kernel)
+            tensor(f"blk.{layer}.ssm_conv1d.bias", channels)
+            tensor(f"blk.{layer}.ssm_dt.bias", heads)
+            writer.add_tensor(f"blk.{layer}.ssm_a", -np.arange(1, heads + 1, dtype=np.float32)[:, None])
+            ones(f"blk.{layer}.ssm_d", heads, 1)
+            ones(f"blk.{layer}.ssm_norm.weight", groups, inner // groups)
+            tensor(f"blk.{layer}.ssm_out.weight", WIDTH, inner)
+        else:
+            _attention(tensor, layer)
+        _feed_forward(tensor, ones, layer)
+
+
+_LAYERS: dict[Kind, int] = {"gemma3": 6}  # where not as many as all have
+_WRITE = {"llama": _llama, "gemma3": _gemma3, "lfm2": _lfm2, "granitehybrid": _granitehybrid, "mamba": _mamba}

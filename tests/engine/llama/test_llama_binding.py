@@ -29,6 +29,11 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
         Library(tmp_path / "libllama.so")
 
 
+def test_a_build_of_ones_own_is_taken_with_the_code_that_lies_beside_it(library: Library, tmp_path: Path) -> None:
+    (tmp_path / "libllama.so").symlink_to(library.path)
+    assert Library(tmp_path / "libllama.so").build == library.build
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "VERSIONS", ("9.9.9",))
     with pytest.raises(ModelError, match=r"it is llama.cpp 0\.6\.0-dev; use a build of llama.cpp 9\.9\.9"):

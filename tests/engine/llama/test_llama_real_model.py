@@ -40,7 +40,7 @@ def test_a_hit_after_sigkill_is_what_computing_gives_to_the_bit(kv_type: str, fi
 @pytest.mark.soak
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_a_long_hit_after_sigkill_is_what_computing_gives_to_the_bit(kv_type: str, file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, kv_type=kv_type, tokens=7616, context=8192, edges=(320, 4096, 7488))
+    check(file, tmp_path, kv_type=kv_type, tokens=7616, context=8192, edges=(64, 128, 4096, 7488))
 
 
 def check(file: Path, directory: Path, *, kv_type: str, tokens: int, context: int, edges: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes as c
 import importlib.util
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "model_size": (c.c_uint64, (_P,)),
     "model_n_layer": (_I32, (_P,)),
     "model_n_ctx_train": (_I32, (_P,)),
+    "model_n_swa": (_I32, (_P,)),
     "model_has_encoder": (_BOOL, (_P,)),
     "model_has_decoder": (_BOOL, (_P,)),
     "model_is_recurrent": (_BOOL, (_P,)),
@@ -269,6 +271,8 @@ class Library:
             setattr(self, name, function)
         self.log_set(c.cast(_SAID.callback, c.c_void_p), None)
         self._check()
+        if path is not None:
+            self._load_backends()
         self.backend_init()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -284,6 +288,13 @@ class Library:
     def errors(self) -> str:
         """Return what the library said was wrong since this was last asked, in one line; "" for nothing."""
         return _SAID.errors()
+
+    def _load_backends(self) -> None:
+        """Builds for several devices keep the code of each in a library of its own, beside libllama."""
+        load = getattr(self._dll, "ggml_backend_load_all_from_path", None)
+        if load is not None:
+            load.restype, load.argtypes = None, (c.c_char_p,)
+            load(os.fsencode(self.path.resolve().parent))
 
     def _check(self) -> None:
         version = self.version().decode(errors="replace")

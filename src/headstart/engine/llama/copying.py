@@ -51,8 +51,10 @@ class Copies:
         """On the engine's thread: copy what is asked for, for about so long; return whether there was anything."""
         until = time.monotonic() + budget_s
         served = False
-        while self._asked and (not served or time.monotonic() < until):
+        while not served or time.monotonic() < until:
             with self._lock:
+                if not self._asked:
+                    break
                 kv, pieces, future = self._asked.popleft()
             served = True
             try:

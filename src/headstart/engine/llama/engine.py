@@ -114,7 +114,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
             counters,
             max_running=max_running,
             patience_s=load_timeout_s,
-            gives=lambda one: 0 if one.kv is None else len(one.tokens),
+            gives=self._shareable,
         )
         self._start()
 
@@ -182,6 +182,12 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
             use_cache=request.use_cache and self._bridge is not None,
             has_state=self._context.recurrent,
         )
+
+    def _shareable(self, sequence: LlamaSequence) -> int:
+        """Return how many tokens of a request's beginning others may hold with it. What lies before a sliding window libllama
+        writes over once its own sequence needs it no more."""
+        tokens = len(sequence.tokens)
+        return 0 if sequence.kv is None or tokens > (self.weights.window or tokens) else tokens
 
     def _kv_bytes(self) -> tuple[int, int]:
         each = self.info.kv_bytes_per_token

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
@@ -17,7 +20,7 @@ from headstart.engine.caching import open_told
 from headstart.engine.checkpoint import file_digests
 from headstart.engine.host import free_bytes, physical_cores
 from headstart.engine.llama.binding import Library
-from headstart.engine.llama.context import MOST_SEQUENCES, Context, Row
+from headstart.engine.llama.context import MOST_SEQUENCES, Context, Row, WrongState
 from headstart.engine.llama.engine import LlamaEngine
 from headstart.engine.llama.weights import Weights
 from headstart.engine.local_models import parts_of
@@ -28,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _UBATCH = 512  # tokens that libllama computes at once; more win nothing on CPUs
 _LEAST_CONTEXT = 128
+_OFF = 0.02  # of the largest logit, that what comes back may give; on CPUs nothing
 _FUSED: bool | None = None  # attention: where it can be
 _COMPUTE_BYTES = 512 << 20  # that libllama and this process take beside weights and KV
 _PASSAGE_BYTES = 256 << 20  # that reads pass through
@@ -42,6 +46,16 @@ class StateSizes:
     token_bytes: int
     piece_bytes: int
     state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`fused`: attention. `no_use`: why what would be stored of this model cannot be used; "" where it can."""
+
+    kv_type: str
+    fused: bool
+    sizes: StateSizes
+    no_use: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,8 @@ def _open_over(
 ) -> LlamaEngine:
     on_progress("preparing memory", None)
     threads = physical_cores()
-    kv_type, flash, sizes = measure(weights, kv_type=config.engine.kv_type, threads=threads)
+    measured = measure(weights, kv_type=config.engine.kv_type, threads=threads)
+    kv_type, sizes = measured.kv_type, measured.sizes
     plan = plan_memory(weights, sizes, config, free=free)
     batch = max(1, min(config.engine.prefill_chunk, plan.context_tokens))
     context = Context(
@@ -102,15 +117,18 @@ def _open_over(
         batch=batch + plan.max_running,  # answers beside a whole chunk
         ubatch=_UBATCH,
         threads=threads,
-        flash=flash,
+        flash=measured.fused,
     )
     device = "gpu" if gpu else "cpu"
     cache, said = None, "off by configuration"
     passage = None
-    if digest is not None:
+    if measured.no_use:
+        said = f"off: {measured.no_use}"
+        _log.warning("no prefixes are kept: %s", measured.no_use)
+    elif digest is not None:
         representation = Representation(
             kind="opaque",
-            layout=_layout(weights, flash=flash, gpu=gpu),
+            layout=_layout(weights, flash=measured.fused, gpu=gpu),
             dtype=kv_type,
             layer_bytes=(sizes.piece_bytes,),
             piece_tokens=BLOCK_TOKENS,
@@ -154,18 +172,42 @@ def _open_over(
     return engine
 
 
-def measure(weights: Weights, *, kv_type: str, threads: int) -> tuple[str, bool, StateSizes]:
-    """Return the KV type, whether attention is fused, and how large states are: found by computing two tokens, because
-    architectures differ and libllama does not say. "auto" is f16."""
+def measure(weights: Weights, *, kv_type: str, threads: int) -> Measured:
+    """Compute a block, because architectures differ and libllama does not say. A `kv_type` of "auto" is f16."""
     kv_type = "f16" if kv_type == "auto" else kv_type
-    context = Context(weights, cells=256, sequences=2, kv_type=kv_type, batch=2, ubatch=2, threads=threads, flash=_FUSED)
+    block = [token % weights.vocabulary.size for token in range(BLOCK_TOKENS)]
+    most = len(block)
+    context = Context(weights, cells=256, sequences=2, kv_type=kv_type, batch=most, ubatch=most, threads=threads, flash=_FUSED)
     try:
-        context.compute([Row(1, [0, 0], 0, wanted=True)])
-        one, two = len(context.copy_out(1, 0, 1)), len(context.copy_out(1, 0, 2))
+        context.compute([Row(1, block, 0, wanted=False)])
+        one, two, piece = (len(context.copy_out(1, 0, end)) for end in (1, 2, BLOCK_TOKENS))
         state = len(context.state_out(1)) if weights.recurrent else 0
-        return kv_type, context.flash_attention, StateSizes(two - one, one + (BLOCK_TOKENS - 1) * (two - one), state)
+        return Measured(kv_type, context.flash_attention, StateSizes(two - one, piece, state), _why_of_no_use(context))
     finally:
         context.close()
+
+
+def _why_of_no_use(context: Context) -> str:
+    """Return why bytes that were copied out of a sequence of one block do not give it back; "" where they do."""
+
+    def next_logits() -> npt.NDArray[np.float32]:
+        (output,) = context.compute([Row(1, [0], BLOCK_TOKENS, wanted=True)])
+        return context.logits(output).copy()
+
+    try:
+        piece = context.copy_out(1, 0, BLOCK_TOKENS)
+        state = context.state_out(1) if context.recurrent else None
+        wanted = next_logits()
+        context.remove(1)
+        context.put_in(1, memoryview(piece), 0, BLOCK_TOKENS)
+        if state is not None:
+            context.state_in(1, memoryview(state), BLOCK_TOKENS)
+        off = float(np.abs(next_logits() - wanted).max() / np.abs(wanted).max())
+    except WrongState as error:
+        return f"libllama does not give back what it keeps of this architecture: {error.message}"
+    if not off <= _OFF:
+        return f"what libllama gives back of this architecture is not what was computed: logits are {off:.0%} off"
+    return ""
 
 
 def plan_memory(weights: Weights, sizes: StateSizes, config: Config, *, free: int) -> MemoryPlan:

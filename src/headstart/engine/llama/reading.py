@@ -7,11 +7,12 @@ libllama takes all layers of a range at once, and only behind what a sequence ho
 host memory until all before it is there, set or computed, whichever came first. From the front that is at once. Where reading
 is slower than computing it turns round, and what was read so far stays; what fails is a hole, which is computed.
 
-Of a recurrent model nothing counts until every range and the state behind them are there.
+Of a recurrent model nothing counts until every range and the state behind them, which comes with the last, are set.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import Lease, Load
 from headstart.engine.llama.context import Context, WrongState
-from headstart.engine.serving.loading import MEMORY, Outcome, stretches_of
+from headstart.engine.serving.bridge import MEMORY, stretches_of
+from headstart.engine.serving.loading import Outcome
 from headstart.engine.speeds import ReadAccount, Speeds
 from headstart.errors import LoadFailed
 from headstart.policy import loading
 from headstart.policy.loading import Plan
 from headstart.tier.arena import Arena, Region
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 _RANGE_BYTES = 8 << 20
@@ -62,9 +66,7 @@ class PrefixRead:
         self._end_s = self.started_s + timeout_s
         self._least_s = least_s
         self._wake = wake
-        per_range = max(1, min(_RANGE_BYTES, passage.capacity_bytes // _AT_ONCE) // self._piece_bytes) * BLOCK_TOKENS
-        # One load brings the state, and is good as a whole: of a recurrent model there is but one.
-        self._range_tokens = lease.tokens if self._whole else per_range
+        self._range_tokens = max(1, min(_RANGE_BYTES, passage.capacity_bytes // _AT_ONCE) // self._piece_bytes) * BLOCK_TOKENS
         self._ranges = -(-plan.at_once_tokens // self._range_tokens)
         self._lock = Lock()  # guards what follows
         self._front, self._front_end = 0, plan.at_once_tokens  # asked for from the front, and how far that goes
@@ -76,6 +78,7 @@ class PrefixRead:
         self._arrived, self._arrived_s = 0, 0.0
         self._memory_tokens = self._set_tokens = self._bytes_read = 0
         self._landed_s = self.started_s
+        self._failed = False  # though it is whole or nothing
         self._over = False
         self._more()
 
@@ -153,21 +156,24 @@ class PrefixRead:
             self._claimed = max(self._claimed, end)
 
     def set_into(self, context: Context, sequence: int, computed: int) -> int:
-        """Set what has landed and comes next into a sequence that holds `computed` tokens; return how many it holds then."""
+        """Set what has landed and comes next into a sequence that holds `computed` tokens; return how many it holds then, as
+        far as they count."""
+        at = self._set_tokens if self._whole else computed
         for _ in range(_SET_AT_ONCE):
-            one = self._next_landed(computed)
+            one = self._next_landed(at)
             if one is None:
+                self._more()  # where the passage had no room, it may have some now
                 break
             try:
-                computed = self._set(one, context, sequence, computed)
+                at = self._set(one, context, sequence, at)
             finally:
                 one.region.release()
                 self._more()
-        return computed
+        return computed if self._whole and at < self.tokens else at
 
     def over(self, computed: int) -> bool:
         """Whether nothing more will come, or be of use."""
-        if computed >= self.tokens:
+        if computed >= self.tokens or self._failed:
             return True
         with self._lock:
             return not self._under_way and not self._landed and not self._left()
@@ -176,7 +182,8 @@ class PrefixRead:
         """Return what was read and used so far."""
         with self._lock:
             seconds = self._landed_s - self.started_s
-            return Outcome.of(self._set_tokens, self._memory_tokens, bytes_read=self._bytes_read, seconds=seconds)
+            good = 0 if self._whole and (self._failed or self._set_tokens < self.tokens) else self._set_tokens
+            return Outcome.of(good, self._memory_tokens, bytes_read=self._bytes_read, seconds=seconds)
 
     def end(self) -> None:
         """Read nothing more. What is under way keeps its own memory until it ends."""
@@ -215,13 +222,13 @@ class PrefixRead:
                 piece = one.region.view[offset : offset + self._piece_bytes]
                 context.put_in(sequence, piece, at, at + BLOCK_TOKENS)
                 at += BLOCK_TOKENS
-            if self._whole:
+            if self._whole and at == self.tokens:
                 assert one.load is not None
-                context.state_in(sequence, one.load.state(timeout_s=0.0), one.end)
-        except (WrongState, LoadFailed):
-            if self._whole:
-                context.remove(sequence)
-                return 0
+                context.state_in(sequence, one.load.state(timeout_s=0.0), at)
+        except (WrongState, LoadFailed) as error:
+            _log.error("what was stored of the tokens from %d on is not what this context takes: %s", at, error)
+            with self._lock:
+                self._give_up_rest()
         with self._lock:
             self._set_tokens += at - computed
             self._memory_tokens += min(one.memory_tokens, at - computed)
@@ -270,7 +277,7 @@ class PrefixRead:
 
     def _ask(self) -> _Range | None:
         with self._lock:
-            if self._over or len(self._under_way) >= _AT_ONCE or not self._left():
+            if self._over or self._failed or len(self._under_way) >= _AT_ONCE or not self._left():
                 return None
             from_front = self._front < self._front_end
             if from_front:
@@ -278,7 +285,7 @@ class PrefixRead:
             else:
                 first, end = max(self._front_end, self._back - self._range_tokens), self._back
             nbytes = (end - first) // BLOCK_TOKENS * self._piece_bytes
-            region = self._passage.allocate(nbytes) if nbytes <= self._passage.capacity_bytes else None
+            region = self._passage.allocate(nbytes)
             if region is None:
                 return None
             if from_front:
@@ -305,14 +312,16 @@ class PrefixRead:
                 self._arrived_s = self._landed_s - self.started_s
             else:
                 one.region.release()
-            if load.faults and not self._over and not self._whole:
-                self._turn_for_a_hole()
+            if load.faults and not self._over:
+                self._give_up_rest()
         self._more()
         self._wake()
 
-    def _turn_for_a_hole(self) -> None:
-        """What failed must be computed, while the rest is read. Under the lock."""
-        if not self.mixed:
+    def _give_up_rest(self) -> None:
+        """What failed must be computed, while the rest is read if that is of use without it. Under the lock."""
+        if self._whole:
+            self._failed = True
+        elif not self.mixed:
             self._turned = True
             self._front_end, self._back = self._front, self.tokens
 

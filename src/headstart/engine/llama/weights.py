@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Weights:
         callback = _PROGRESS(told)
         params.progress_callback = c.cast(callback, c.c_void_p)
         library.errors()
-        pointer = library.model_load_from_file(str(file).encode(), params)
+        pointer = library.model_load_from_file(os.fsencode(file), params)
         self._loaded: _Loaded | None = _Loaded(library, pointer) if pointer else None
         if stopped:
             raise stopped[0]
@@ -75,8 +76,13 @@ class Weights:
 
     @property
     def context_tokens(self) -> int:
-        """That it was trained for."""
-        return int(self.library.model_n_ctx_train(self.pointer))
+        """That it was trained for; 0 where the file names none."""
+        return max(0, int(self.library.model_n_ctx_train(self.pointer)))
+
+    @property
+    def window(self) -> int:
+        """Tokens that layers with a sliding window see; 0 without such layers."""
+        return max(0, int(self.library.model_n_swa(self.pointer)))
 
     @property
     def recurrent(self) -> bool:
@@ -154,7 +160,9 @@ class Vocabulary:
         return bool(self._library.vocab_is_control(self._pointer, token))
 
     def name(self, token: int) -> str:
-        """Return how the vocabulary writes a token."""
+        """Return how the vocabulary writes a token; "" for what is none."""
+        if not 0 <= token < self.size:
+            return ""  # libllama would end the process
         return str(self._library.vocab_get_text(self._pointer, token).decode(errors="replace"))
 
     def tokenise(self, text: str, *, special_tokens: bool) -> list[int]:
@@ -186,12 +194,14 @@ class Vocabulary:
         return {self.name(token): token for token in range(self.size) if self.is_control(token)}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of `tokens`, with the names of special ones if wanted; bytes that are not UTF-8 become U+FFFD."""
-        ids = (c.c_int32 * len(tokens))(*tokens)
-        room = 8 * len(tokens) + 64
+        """Return the text of `tokens`, with the names of special ones if wanted; bytes that are not UTF-8 become U+FFFD. What
+        is no token is nothing."""
+        known = [token for token in tokens if 0 <= token < self.size]  # for another libllama would end the process
+        ids = (c.c_int32 * len(known))(*known)
+        room = 8 * len(known) + 64
         while True:
             buffer = c.create_string_buffer(room)
-            found = self._library.detokenize(self._pointer, ids, len(tokens), buffer, room, False, special)
+            found = self._library.detokenize(self._pointer, ids, len(known), buffer, room, False, special)
             if found >= 0:
                 return buffer.raw[:found].decode(errors="replace")
             room = -found
