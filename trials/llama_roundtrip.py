@@ -23,11 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from libllama import Context, Library, Model
 
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.engine.llama.binding import Library
+from headstart.engine.llama.context import Context, Row
+from headstart.engine.llama.weights import Weights
 from headstart.tier.disk import DiskTier
 
 PIECE = 64
@@ -36,8 +38,49 @@ SUFFIX = 64  # tokens computed after a restore
 ANSWER = 16  # greedy tokens compared
 SIZES = ("fixed", "varying")  # of a piece, in the representation
 N_CTX = 4096
+BATCH = 256
+THREADS = 2
 TIMEOUT_S = 120.0
 PROMPT = Path(__file__).parent.parent / "LICENSE"
+
+
+class Prompt:
+    """One sequence of a context of the engine's, with fused attention."""
+
+    def __init__(self, weights: Weights, *, kv_type: str = "f16") -> None:
+        self._context = Context(
+            weights, cells=N_CTX, sequences=2, kv_type=kv_type, batch=BATCH, ubatch=BATCH, threads=THREADS, flash=True
+        )
+
+    def __enter__(self) -> Prompt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def decode(self, tokens: Sequence[int], *, start: int) -> npt.NDArray[np.float32]:
+        """Compute `tokens` at positions from `start`, in fixed batches; return the logits after the last one."""
+        output = 0
+        for at in range(0, len(tokens), BATCH):
+            (output,) = self._context.compute([Row(1, tokens[at : at + BATCH], start + at, wanted=True)])
+        return self._context.logits(output).copy()
+
+    def greedy(self, logits: npt.NDArray[np.float32], *, start: int, tokens: int) -> list[int]:
+        """Return `tokens` greedy tokens; the first is chosen from `logits`."""
+        out: list[int] = []
+        for i in range(tokens):
+            out.append(int(logits.argmax()))
+            logits = self.decode(out[-1:], start=start + i)
+        return out
+
+    def save_range(self, first: int, end: int) -> bytearray:
+        return self._context.copy_out(1, first, end)
+
+    def restore_range(self, state: memoryview | bytearray, first: int, end: int) -> None:
+        self._context.put_in(1, memoryview(state), first, end)
+
+    def clear(self) -> None:
+        self._context.remove(1)
 
 
 class SavedStates:
@@ -65,11 +108,11 @@ class LoadedStates:
         return [run]
 
 
-def facts(library: Library, model: Model, tokens: list[int]) -> dict[str, object]:
+def facts(library: Library, weights: Weights, tokens: list[int]) -> dict[str, object]:
     """Return sizes, milliseconds and logit differences of states of 64 and 256 tokens, moved in memory only."""
     out: dict[str, object] = {}
     for kv_type in ("f16", "q8_0"):
-        with Context(model, n_ctx=N_CTX, kv_type=kv_type) as context:
+        with Prompt(weights, kv_type=kv_type) as context:
             context.decode(tokens[:PREFIX], start=0)
             never_saved = context.decode(tokens[PREFIX:], start=PREFIX)
             for piece in (64, 256):
@@ -106,10 +149,10 @@ def facts(library: Library, model: Model, tokens: list[int]) -> dict[str, object
     return out
 
 
-def save(library: Library, model: Model, tokens: list[int], *, gguf: Path, directory: Path) -> dict[str, object]:
+def save(library: Library, weights: Weights, tokens: list[int], *, gguf: Path, directory: Path) -> dict[str, object]:
     """Compute the prefix and save it; return what the tickets say."""
     out: dict[str, object] = {}
-    with Context(model, n_ctx=N_CTX) as context:
+    with Prompt(weights) as context:
         began = time.perf_counter()
         context.decode(tokens[:PREFIX], start=0)
         out["compute_s"] = round(time.perf_counter() - began, 3)
@@ -125,9 +168,9 @@ def save(library: Library, model: Model, tokens: list[int], *, gguf: Path, direc
     return out
 
 
-def restore(library: Library, model: Model, tokens: list[int], *, gguf: Path, directory: Path) -> dict[str, object]:
+def restore(library: Library, weights: Weights, tokens: list[int], *, gguf: Path, directory: Path) -> dict[str, object]:
     """Restore what is on disk into new contexts; compare logits and greedy tokens with a context that never saw a cache."""
-    with Context(model, n_ctx=N_CTX) as context:
+    with Prompt(weights) as context:
         context.decode(tokens[:PREFIX], start=0)
         state_bytes = len(context.save_range(0, PIECE))
         never_saved = context.decode(tokens[PREFIX:], start=PREFIX)
@@ -135,15 +178,15 @@ def restore(library: Library, model: Model, tokens: list[int], *, gguf: Path, di
     out: dict[str, object] = {}
     for sizes in SIZES:
         cache = _cache(library, gguf, directory, state_bytes=state_bytes if sizes == "fixed" else None)
-        out[sizes] = _restore_one(model, tokens, cache, never_saved=never_saved, want=want)
+        out[sizes] = _restore_one(weights, tokens, cache, never_saved=never_saved, want=want)
     out["ok"] = all(out[sizes]["ok"] for sizes in SIZES)
     return out
 
 
 def _restore_one(
-    model: Model, tokens: list[int], cache: PrefixCache, *, never_saved: npt.NDArray[np.float32], want: list[int]
+    weights: Weights, tokens: list[int], cache: PrefixCache, *, never_saved: npt.NDArray[np.float32], want: list[int]
 ) -> dict[str, object]:
-    with Context(model, n_ctx=N_CTX) as context:
+    with Prompt(weights) as context:
         began = time.perf_counter()
         view = LoadedStates()
         with cache.match(tokens) as lease:
@@ -225,14 +268,14 @@ def main() -> int:
         return 0 if all(part["ok"] for part in report.values()) else 1
 
     library = Library(arguments.libllama)
-    model = Model(library, arguments.gguf)
-    tokens = model.tokenize(PROMPT.read_text())[: PREFIX + SUFFIX]
+    weights = Weights(library, arguments.gguf, gpu_layers=0)
+    tokens = weights.vocabulary.tokenise(PROMPT.read_text(), special_tokens=True)[: PREFIX + SUFFIX]
     if arguments.phase == "facts":
-        result = facts(library, model, tokens)
+        result = facts(library, weights, tokens)
     elif arguments.phase == "save":
-        result = save(library, model, tokens, gguf=arguments.gguf, directory=arguments.directory)
+        result = save(library, weights, tokens, gguf=arguments.gguf, directory=arguments.directory)
     else:
-        result = restore(library, model, tokens, gguf=arguments.gguf, directory=arguments.directory)
+        result = restore(library, weights, tokens, gguf=arguments.gguf, directory=arguments.directory)
     print(json.dumps(result), flush=True)
     if arguments.phase == "save":
         sys.stdin.read()  # until killed
