@@ -1,27 +1,35 @@
-"""The llama engine against llama-server of the same llama.cpp: the same GGUF, tokens, threads and KV type, one after the other.
+"""The llama engine against llama-server of the same llama.cpp: the same GGUF, tokens, threads, KV type and attention, in turn.
 
-llama-server is the one that the wheel `xllamacpp` carries, started through its own class in a process of its own. What is
-compared: the first token cold, with the prefix in memory, and after SIGKILL and a restart with an empty page cache (from our
-disk tier; from a slot file that was saved and is restored by hand, which is counted), the speed of decoding, CPU seconds of a
-cold request.
+llama-server is the one that the wheel `xllamacpp` carries, started through its own class in a process of its own. Both have
+been warmed up and have answered a short request before anything is measured. A round is, for one after the other, with who is
+first changing from round to round:
+
+    cold     a prompt that nobody has seen, and ANSWER tokens: seconds to the first token; CPU seconds to it and behind it
+    memory   another question over the same prefix
+    disk     both killed, their files out of the page cache; started, a short request, and a third question: from our disk tier;
+             from the slot file that was saved by hand after "cold", whose restoring counts
+
+What ours spends on saving behind the cold answer is told apart.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.harness import benchmark_home, where_it_ran
+from benchmarks.harness import benchmark_home, paired_ratio, where_it_ran
 from headstart.cli.demo import FIRST_QUESTION, QUESTIONS, messages_for
 from headstart.cli.server_process import ServerProcess
 from headstart.engine.host import physical_cores
@@ -32,7 +40,8 @@ from headstart.render import GGUFRenderer
 from headstart.tier import page_cache
 
 CONTEXT = 8192
-ANSWER = 32
+ANSWER = 128
+ROUNDS = 5
 
 _LLAMA_SERVER = """
 import sys, xllamacpp as x
@@ -47,101 +56,127 @@ print(server.listening_address, flush=True)
 sys.stdin.read()
 """
 
-
-def run(*, smoke: bool = False, rounds: int = 3) -> dict[str, Any]:
-    """Return seconds and rates of both, and where that was."""
-    threads = physical_cores()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=benchmark_home()) as folder:
-        home = Path(folder)
-        models = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", "~/.cache/headstart/models")).expanduser()
-        file = fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
-        prompts = _prompts(file, tokens=200 if smoke else None)
-        ours = _headstart(file, home, prompts, rounds=1 if smoke else rounds)
-        theirs = _llama_server(file, home, prompts, rounds=1 if smoke else rounds, threads=threads)
-        return {
-            "where": where_it_ran(home),
-            "prompt_tokens": len(prompts[0]),
-            "threads": threads,
-            "rounds": 1 if smoke else rounds,
-            "headstart": ours,
-            "llama_server": theirs,
-            "same_tokens": ours["text"] == theirs["text"],
-        }
+# Of a round: what the table says, the key, and the unit.
+_ROWS = (
+    ("first token, cold", "cold_s", "s"),
+    ("CPU seconds to it", "cold_cpu_s", "s"),
+    ("decoding, a token", "decode_ms", "ms"),
+    ("CPU of that", "decode_cpu_ms", "ms"),
+    ("first token, prefix in memory, another question", "memory_s", "s"),
+    ("first token after SIGKILL, page cache empty, another question", "disk_s", "s"),
+)
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the result as Markdown."""
-    ours, theirs = result["headstart"], result["llama_server"]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer as a client saw it, and what its server computed meanwhile."""
 
-    def row(name: str, key: str, unit: str, digits: int = 2) -> str:
-        return f"| {name} | {ours[key]:.{digits}f} {unit} | {theirs[key]:.{digits}f} {unit} | {ours[key] / theirs[key]:.2f} |"
-
-    return "\n".join(
-        [
-            f"SmolLM2-135M-Instruct, Q4_1, f16 KV, a prompt of {result['prompt_tokens']:,} tokens, {result['threads']} "
-            f"threads, medians of {result['rounds']}.",
-            "",
-            "| | headstart | llama-server | ratio |",
-            "|---|---|---|---|",
-            row("first token, cold", "cold_s", "s"),
-            row("CPU seconds, cold, with the answer", "cold_cpu_s", "s"),
-            row("first token, prefix in memory, another question", "memory_s", "s"),
-            row("first token after SIGKILL, page cache empty, another question", "disk_s", "s"),
-            row("decoding, tokens a second", "decode_per_s", "", 1),
-            "",
-            f"Of llama-server's first token after SIGKILL restoring its slot is {theirs['restore_s']:.2f} s. The same "
-            f"greedy tokens from both: {'yes' if result['same_tokens'] else 'no'}.",
-        ]
-    )
+    first_s: float
+    first_cpu_s: float
+    each_s: float
+    each_cpu_s: float
+    text: str
 
 
-def _prompts(file: Path, *, tokens: int | None) -> list[list[int]]:
-    weights = Weights(Library(), file, vocabulary_only=True)
-    renderer = GGUFRenderer(weights.vocabulary, template=weights.chat_template)
-    asked = [renderer.chat(messages_for(question)) for question in (FIRST_QUESTION, *QUESTIONS)]
-    weights.close()
-    return [one[:tokens] + one[-20:] if tokens else one for one in asked]
+class Side(ABC):
+    """One of the two servers. `restored_s`: what had to be done by hand before the last question, in seconds."""
+
+    url: str
+    pid: int
+    restored_s = 0.0
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def keep(self) -> float:
+        """See that what was computed is on disk; return the CPU seconds that this took."""
+
+    @abstractmethod
+    def start_cold(self) -> None:
+        """Kill, take what is on disk out of the page cache, start."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Do by hand what is needed before a question finds its prefix."""
+
+    @abstractmethod
+    def _body(self, prompt: list[int], tokens: int) -> dict[str, Any]: ...
+
+    def ask(self, prompt: list[int], tokens: int = ANSWER) -> Answer:
+        """Return the answer of exactly `tokens` tokens."""
+        body = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True, **self._body(prompt, tokens)}
+        times, text, cpu, first_cpu = [], [], _cpu_s(self.pid), 0.0
+        begun = time.perf_counter()
+        with httpx.stream("POST", self.url + self.path, json=body, timeout=900, trust_env=False) as response:
+            if not response.is_success:
+                raise RuntimeError(response.read().decode(errors="replace"))
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                piece = event["content"] if "content" in event else "".join(one.get("text") or "" for one in event["choices"])
+                if piece:
+                    times.append(time.perf_counter() - begun)
+                    text.append(piece)
+                    if len(times) == 1:
+                        first_cpu = _cpu_s(self.pid) - cpu
+        later = max(1, tokens - 1)  # some tokens are no text by themselves
+        cpu = _cpu_s(self.pid) - cpu
+        return Answer(times[0], first_cpu, (times[-1] - times[0]) / later, (cpu - first_cpu) / later, "".join(text))
+
+    path: str
 
 
-def _headstart(file: Path, home: Path, prompts: list[list[int]], *, rounds: int) -> dict[str, Any]:
-    cache = home / "kv"
-    arguments = [str(file), "--cache-directory", str(cache), "--cache-capacity", "4GiB", "--context", str(CONTEXT)]
-    server = ServerProcess(arguments, log=home / "log")
-    try:
-        server.start()
-        assert server._process is not None
-        cpu = _cpu_s(server._process.pid)
-        cold = _ask(f"{server.url}/v1/completions", prompts[0])
-        cpu = _cpu_s(server._process.pid) - cpu
-        _until_saved(server)
-        memory = [_ask(f"{server.url}/v1/completions", prompt)["first_s"] for prompt in prompts[1 : rounds + 1]]
-        _until_saved(server)
-        disk = []
-        for prompt in prompts[1 : rounds + 1]:
-            server.kill()
-            page_cache.drop(sorted(cache.rglob("*.seg")))
-            server.start()
-            disk.append(_ask(f"{server.url}/v1/completions", [*prompt[:-8], 10, *prompt[-7:]])["first_s"])
-            _until_saved(server)
-    finally:
-        server.stop()
-    return {
-        "cold_s": cold["first_s"],
-        "cold_cpu_s": cpu,
-        "memory_s": statistics.median(memory),
-        "disk_s": statistics.median(disk),
-        "decode_per_s": cold["decode_per_s"],
-        "text": cold["text"],
-    }
+class Ours(Side):
+    path = "/v1/completions"
+
+    def __init__(self, file: Path, home: Path) -> None:
+        self._cache = home / "kv"
+        arguments = [str(file), "--cache-directory", str(self._cache), "--cache-capacity", "8GiB", "--context", str(CONTEXT)]
+        self._server = ServerProcess(arguments, log=home / "log")
+
+    def start(self) -> None:
+        self._server.start()
+        assert self._server._process is not None
+        self.url, self.pid = self._server.url, self._server._process.pid
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def keep(self) -> float:
+        cpu, deadline = _cpu_s(self.pid), time.monotonic() + 120
+        while self._server.metric("headstart_saves_pending") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return _cpu_s(self.pid) - cpu
+
+    def start_cold(self) -> None:
+        self.kill()
+        page_cache.drop(sorted(self._cache.rglob("*.seg")))
+        self.start()
+
+    def restore(self) -> None:
+        """Nothing is done by hand."""
+
+    def _body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        return {"model": "x", "max_tokens": tokens}
 
 
-def _llama_server(file: Path, home: Path, prompts: list[list[int]], *, rounds: int, threads: int) -> dict[str, Any]:
-    slots = home / "slots"
-    slots.mkdir()
+class Theirs(Side):
+    path = "/completion"
 
-    def start() -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _LLAMA_SERVER, str(file), f"{slots}/", str(CONTEXT), str(threads)],
+    def __init__(self, file: Path, home: Path, *, threads: int) -> None:
+        self._slots = home / "slots"
+        self._slots.mkdir()
+        self._arguments = [str(file), f"{self._slots}/", str(CONTEXT), str(threads)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", _LLAMA_SERVER, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -151,66 +186,146 @@ def _llama_server(file: Path, home: Path, prompts: list[list[int]], *, rounds: i
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("http"):
-                return process, line.strip()
+                self.url, self.pid = line.strip(), process.pid
+                return
         raise RuntimeError("llama-server did not start")
 
-    process, url = start()
-    try:
-        cpu = _cpu_s(process.pid)
-        cold = _ask(f"{url}/completion", prompts[0])
-        cpu = _cpu_s(process.pid) - cpu
-        httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot"}, timeout=60).raise_for_status()
-        memory = [_ask(f"{url}/completion", prompt)["first_s"] for prompt in prompts[1 : rounds + 1]]
-        disk, restore = [], []
-        for prompt in prompts[1 : rounds + 1]:
-            process.send_signal(signal.SIGKILL)
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
             process.communicate()
-            page_cache.drop([slots / "slot"])
-            process, url = start()
-            begun = time.perf_counter()
-            httpx.post(f"{url}/slots/0?action=restore", json={"filename": "slot"}, timeout=60).raise_for_status()
-            restore.append(time.perf_counter() - begun)
-            disk.append(restore[-1] + _ask(f"{url}/completion", [*prompt[:-8], 10, *prompt[-7:]])["first_s"])
-    finally:
-        process.kill()
-        process.communicate()
-    return {
-        "cold_s": cold["first_s"],
-        "cold_cpu_s": cpu,
-        "memory_s": statistics.median(memory),
-        "disk_s": statistics.median(disk),
-        "restore_s": statistics.median(restore),
-        "decode_per_s": cold["decode_per_s"],
-        "text": cold["text"],
-    }
+
+    def keep(self) -> float:
+        cpu = _cpu_s(self.pid)
+        self._slot("save")
+        return _cpu_s(self.pid) - cpu
+
+    def start_cold(self) -> None:
+        self.kill()
+        page_cache.drop([self._slots / "slot"])
+        self.start()
+
+    def restore(self) -> None:
+        begun = time.perf_counter()
+        self._slot("restore")
+        self.restored_s = time.perf_counter() - begun
+
+    def _slot(self, action: str) -> None:
+        body = {"filename": "slot"}
+        httpx.post(f"{self.url}/slots/0?action={action}", json=body, timeout=120, trust_env=False).raise_for_status()
+
+    def _body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        return {"n_predict": tokens, "cache_prompt": True, "id_slot": 0}
 
 
-def _ask(url: str, prompt: list[int]) -> dict[str, Any]:
-    """Return seconds to the first token, tokens a second behind it, and the text, of a streamed greedy answer."""
-    body = {"prompt": prompt, "max_tokens": ANSWER, "n_predict": ANSWER, "temperature": 0, "stream": True}
-    if url.endswith("/completion"):
-        body |= {"cache_prompt": True, "id_slot": 0, "ignore_eos": False}
-    else:
-        body |= {"model": "x"}
-    times, text = [], []
-    begun = time.perf_counter()
-    with httpx.stream("POST", url, json=body, timeout=600) as response:
-        response.raise_for_status() if response.is_success else response.read()
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            piece = event["content"] if "content" in event else "".join(one.get("text") or "" for one in event["choices"])
-            if piece:
-                times.append(time.perf_counter() - begun)
-                text.append(piece)
-    return {"first_s": times[0], "decode_per_s": (len(times) - 1) / (times[-1] - times[0]), "text": "".join(text)}
+def run(*, smoke: bool = False, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return seconds, round by round, of both, and where that was."""
+    threads, rounds, answer = physical_cores(), 1 if smoke else rounds, 4 if smoke else ANSWER
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=benchmark_home()) as folder:
+        home = Path(folder)
+        models = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", "~/.cache/headstart/models")).expanduser()
+        file = fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
+        prompts = _prompts(file, tokens=300 if smoke else None)
+        sides: dict[str, Side] = {"headstart": Ours(file, home), "llama_server": Theirs(file, home, threads=threads)}
+        told: list[dict[str, dict[str, Any]]] = []
+        try:
+            for side in sides.values():
+                side.start()
+            for number in range(rounds):
+                order = list(sides) if number % 2 == 0 else list(reversed(sides))
+                told.append(_round(sides, order, _renamed(prompts, number), answer=answer))
+        finally:
+            for side in sides.values():
+                side.kill()
+        return {
+            "where": where_it_ran(home),
+            "prompt_tokens": len(prompts[0]),
+            "answer_tokens": answer,
+            "threads": threads,
+            "rounds": rounds,
+            "headstart": [one["headstart"] for one in told],
+            "llama_server": [one["llama_server"] for one in told],
+        }
 
 
-def _until_saved(server: ServerProcess) -> None:
-    deadline = time.monotonic() + 60
-    while server.metric("headstart_saves_pending") and time.monotonic() < deadline:
-        time.sleep(0.05)
+def table(result: dict[str, Any]) -> str:
+    """Return the result as Markdown."""
+    ours, theirs = result["headstart"], result["llama_server"]
+
+    def each(key: str) -> tuple[list[float], list[float]]:
+        return [one[key] for one in ours], [one[key] for one in theirs]
+
+    def row(name: str, key: str, unit: str) -> str:
+        a, b = each(key)
+        digits = 2 if unit == "ms" else 3
+        return (
+            f"| {name} | {statistics.median(a):.{digits}f} {unit} | {statistics.median(b):.{digits}f} {unit} "
+            f"| {paired_ratio(a, b)} |"
+        )
+
+    texts = [key for key in ("cold", "memory", "disk") for a, b in zip(ours, theirs, strict=True) if a[key] == b[key]]
+    restored, kept = statistics.median(each("restored_s")[1]), [statistics.median(one) for one in each("keep_cpu_s")]
+    return "\n".join(
+        [
+            f"SmolLM2-135M-Instruct, Q4_1, f16 KV, prompts of {result['prompt_tokens']:,} tokens, answers of "
+            f"{result['answer_tokens']}, {result['threads']} threads, medians of {result['rounds']} interleaved rounds.",
+            "",
+            "| | headstart | llama-server | ratio of pairs [95 %] |",
+            "|---|---|---|---|",
+            *(row(*one) for one in _ROWS),
+            "",
+            f"Of llama-server's first token after SIGKILL restoring its slot by hand is {restored:.3f} s; what was computed "
+            f"was on disk after {kept[0]:.2f} CPU seconds behind the answer here and {kept[1]:.2f} there. The same greedy "
+            f"tokens from both in {len(texts)} of {3 * result['rounds']} answers.",
+        ]
+    )
+
+
+def _round(sides: dict[str, Side], order: list[str], prompts: list[list[int]], *, answer: int) -> dict[str, dict[str, Any]]:
+    told: dict[str, dict[str, Any]] = {name: {} for name in order}
+
+    def for_each(what: Callable[[Side, dict[str, Any]], None]) -> None:
+        for name in order:
+            what(sides[name], told[name])
+
+    def cold(side: Side, row: dict[str, Any]) -> None:
+        side.ask(prompts[-1], 4)
+        got = side.ask(prompts[0], answer)
+        row |= {"cold_s": got.first_s, "cold_cpu_s": got.first_cpu_s, "cold": got.text}
+        row |= {"decode_ms": 1e3 * got.each_s, "decode_cpu_ms": 1e3 * got.each_cpu_s}
+        row["keep_cpu_s"] = side.keep()
+
+    def memory(side: Side, row: dict[str, Any]) -> None:
+        got = side.ask(prompts[1], 8)
+        row |= {"memory_s": got.first_s, "memory": got.text}
+
+    def disk(side: Side, row: dict[str, Any]) -> None:
+        side.start_cold()
+        side.ask(prompts[-1], 4)
+        side.restore()
+        got = side.ask(prompts[2], 8)
+        row |= {"disk_s": side.restored_s + got.first_s, "restored_s": side.restored_s, "disk": got.text}
+
+    for_each(cold)
+    for_each(memory)
+    for_each(disk)
+    return told
+
+
+def _prompts(file: Path, *, tokens: int | None) -> list[list[int]]:
+    """Return three questions over one document, and a short prompt."""
+    weights = Weights(Library(), file, vocabulary_only=True)
+    renderer = GGUFRenderer(weights.vocabulary, template=weights.chat_template)
+    asked = [renderer.chat(messages_for(question)) for question in (FIRST_QUESTION, *QUESTIONS[:2])]
+    short = renderer.chat([{"role": "user", "content": "Hello."}])
+    weights.close()
+    return [*(one[:tokens] + one[-20:] if tokens else one for one in asked), short]
+
+
+def _renamed(prompts: list[list[int]], number: int) -> list[list[int]]:
+    """Return the prompts with another first token, so that no round finds what one before it kept."""
+    return [[1000 + number, *one[1:]] for one in prompts]
 
 
 def _cpu_s(pid: int) -> float:
