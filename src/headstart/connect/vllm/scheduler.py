@@ -32,7 +32,7 @@ from headstart.connect.vllm.observing import Observer
 from headstart.connect.vllm.requests import prompt_of
 from headstart.connect.vllm.settings import ConnectorSettings
 from headstart.connect.vllm.statistics import Statistics, Taking
-from headstart.engine.serving.loading import stretches_of
+from headstart.engine.serving.bridge import stretches_of
 from headstart.engine.speeds import ReadAccount, Speeds, within
 from headstart.metrics import Counters
 from headstart.policy.backing_off import BackingOff
