@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 ENGINE ?= torch
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo test test-vllm check bench soak trials clean install
+.PHONY: help demo demo-cluster test test-vllm test-cluster check bench soak trials clean install
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  ##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -22,11 +22,17 @@ demo: $(VENV)/.installed  ## the main job on a real model: compute once, kill th
 	@$(BIN)/headstart demo $(DEMO)
 endif
 
+demo-cluster: $(VENV)/.installed  ## two servers, one pool on a real MooseFS: what one computes the other hits; one dies (root)
+	@$(BIN)/python tests/cluster/demo.py $(DEMO)
+
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
 test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (3.5 GB to install, under a quarter of an hour)
 	@sh tests/vllm/run.sh $(BIN) $(TESTS)
+
+test-cluster: $(VENV)/.installed  ## the pool on a real MooseFS, which is installed and started (root, some minutes)
+	$(BIN)/python -m pytest -q -m cluster tests/cluster $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -66,6 +66,18 @@ class CacheConfig:
     write_budget: Annotated[
         Budget, Meta(description='what may be written to disk a day: a size, a share of the file system, or "unlimited"')
     ] = "30%"
+    pool: Annotated[
+        Path | None,
+        Meta(description="a directory on a file system that many machines share, whose prefixes all of them read and write"),
+    ] = None
+    pool_capacity: Annotated[
+        SizeOrShare, Meta(description="of the pool, for all machines together: a size, or a share of its file system")
+    ] = "80%"
+    pool_read_only: Annotated[bool, Meta(description="read what others store in the pool, and store nothing there")] = False
+    pool_visible_s: Annotated[
+        float,
+        Meta(ge=0, le=600, description="after how long every machine sees what one wrote: the attribute cache of the mounts"),
+    ] = 1.0
     kv_events: Annotated[
         Endpoint,
         Meta(description='where what is stored is told to routers, as vLLM does, e.g. "tcp://127.0.0.1:5557"; "" for nowhere'),
@@ -189,10 +201,13 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Names of engine and server settings are clear without their section; `cache` is kept, or --memory would mislead."""
+        """Names of engine, server and pool settings are clear without their section; else `cache` is kept, or --memory would
+        mislead."""
         if self.switches_off:
             return "--no-" + self.key.removesuffix(".enabled")
-        return "--" + self.key.removeprefix("engine.").removeprefix("server.").replace(".", "-").replace("_", "-")
+        name = self.key.removeprefix("engine.").removeprefix("server.")
+        name = name.removeprefix("cache.") if name.startswith("cache.pool") else name
+        return "--" + name.replace(".", "-").replace("_", "-")
 
     @property
     def metavar(self) -> str:

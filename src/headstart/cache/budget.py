@@ -16,6 +16,7 @@ from headstart.metrics import Counters
 from headstart.policy.admission import Admission
 
 _SAID_S = 3600.0  # how often it is said that it runs short
+_NOT_OURS = {"pool"}  # tiers whose devices are not this machine's to spare
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +54,7 @@ class WriteBudget:
         of each piece; `present`: which pieces are there; `own`: how many this very request asked for before. `ends`: fewer are
         of use only where they are so many; empty, any number is."""
         everything = len(present)
-        if self._budget_bytes is None or source.tier.trusted or present.all():
+        if self._budget_bytes is None or source.tier.trusted or source.tier.name in _NOT_OURS or present.all():
             return everything
         now_s = time.monotonic()
         with counted(self._counters, source.tier, "statistics"):

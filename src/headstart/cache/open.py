@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,11 @@ from headstart.tier.base import Tier
 from headstart.tier.devices import DeviceTier
 from headstart.tier.devices.rooms import room_of, rooms_of
 from headstart.tier.disk import DiskTier
+from headstart.tier.lookup_thread import Late, ask_apart
 from headstart.tier.memory import MemoryTier
+from headstart.tier.pool import PoolTier, Timing
+
+_POOL_PATIENCE_S = 15.0  # for a mount to answer at all
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +67,11 @@ def open_caches(
                 budget_bytes = write_budget_bytes(config, directories)
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
+    if config.enabled and config.pool is not None:
+        try:
+            tiers.append(_open_pool(config, config.pool))
+        except (StoreError, OSError, ValueError) as error:
+            warnings.append(f"no pool until a restart, so prefixes are not shared: {error}")
     publisher = None
     if config.enabled and config.kv_events and tiers:
         try:
@@ -123,6 +133,30 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         capacities=lambda rooms: capacities_of(config, rooms),
         patient=True,
     )
+
+
+def _open_pool(config: CacheConfig, path: Path) -> PoolTier:
+    """Return the tier that many machines share. Raises StoreError, OSError, ValueError where it cannot be had."""
+    size = ask_apart({path: lambda: shutil.disk_usage(path).total}, patience_s=_POOL_PATIENCE_S)[path]
+    if isinstance(size, Late):
+        raise StoreError(f"pool {path} does not answer; look after its mount", reason="hangs", path=path)
+    if isinstance(size, FileNotFoundError):
+        raise StoreError(f"pool {path} is not there; mount its file system, or make the directory", path=path)
+    if isinstance(size, Exception):
+        raise size
+    capacity_bytes = parse_size(config.pool_capacity, of_bytes=size)
+    tier = PoolTier.open(
+        path,
+        capacity_bytes=capacity_bytes,
+        timing=Timing.where_seen_after(config.pool_visible_s),
+        read_only=config.pool_read_only,
+        retention=Retention.of(config.retention, config.quotas),
+    )
+    found = tier.statistics()
+    _log.info(
+        "pool: %s at %s, now %s of %d prefixes' runs", _size(capacity_bytes), path, _size(found.live_bytes), found.extents
+    )
+    return tier
 
 
 def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:

@@ -146,11 +146,11 @@ class ServerProcess:
         total = time.perf_counter() - start
         return Answer("".join(text), first if first is not None else total, total, usage)
 
-    def metric(self, name: str) -> float:
-        """Sum of all samples of one series in /metrics; 0 when it is not there."""
+    def metric(self, name: str, *, tier: str | None = None) -> float:
+        """Sum of all samples of one series in /metrics, or of those of one tier; 0 when it is not there."""
         total = 0.0
         for line in self._client.get(f"{self.url}/metrics", timeout=30.0).text.splitlines():
             series = line.split("{", 1)[0].split(" ", 1)[0]
-            if series == name:
+            if series == name and (tier is None or f'tier="{tier}"' in line):
                 total += float(line.rsplit(" ", 1)[1])
         return total

@@ -48,6 +48,8 @@ def open_told(settings: CacheConfig, *, identity: Identity, representation: Repr
 
 
 def _place(tier: TierStatistics) -> str:
+    if tier.name == "pool":
+        return "in the pool"
     if tier.name != "disk":
         return f"in {tier.name}"
     return "on disk" if tier.capacity_bytes else "on disk once it can be opened"

@@ -155,6 +155,13 @@ class Books(ExtentTable):
             del self._numbered[segment.number]
         self._forget_at = len(self.segments) + GONE_KEPT
 
+    def enter_again(self, row: int) -> None:
+        """Take an extent up under a new id: what was noted against the old one counts no more."""
+        record, kept = self.added_record(row), self.terms_records([row], now_ms=0)
+        own = self._numbered[self._segment[row]].recorded
+        self._drop(row)
+        self.apply([record, *kept], own=own)
+
     def charge(self, segment: Segment, allocated_bytes: int) -> None:
         """Note what the file system charges for a segment."""
         self.allocated_bytes += allocated_bytes - segment.allocated_bytes

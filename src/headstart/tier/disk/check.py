@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headstart.errors import ExtentCorrupt
 from headstart.tier.base import Problem
+from headstart.tier.disk.books import Books
 from headstart.tier.disk.records import PREFIX_BYTES
 from headstart.tier.disk.removal import METADATA_BYTES, alone, give_back_left, give_back_waiting, measure_stale
 from headstart.tier.disk.store import Store
@@ -39,7 +40,7 @@ def check_files(store: Store) -> list[Problem]:
         live = sum(s.live_bytes for s in segments)
         if live != store.books.live_bytes:
             problems.append(Problem("books", f"extents hold {live} bytes, {store.books.live_bytes} are counted"))
-        problems += _check_index(store)
+        problems += check_index(store.books, lambda segment: store.directory.segment_path(segment.name).name)
     return problems
 
 
@@ -114,11 +115,11 @@ def _abandoned(store: Store, path: Path) -> bool:
         store.disk.close(handle)
 
 
-def _check_index(store: Store) -> Iterator[Problem]:
-    books = store.books
+def check_index(books: Books, name_of: Callable[[Segment], str]) -> Iterator[Problem]:
+    """Compare what lives with what is found. The books' lock is held."""
     for row in books.living().tolist():
         segment, offset, _ = books.place(row)
-        where = f"{store.directory.segment_path(segment.name).name}, byte {offset}"
+        where = f"{name_of(segment)}, byte {offset}"
         if segment.rows.get(offset) != row or segment.gone:
             yield Problem(where, "an extent is alive whose segment does not have it")
         prefixes = books.prefixes(row)

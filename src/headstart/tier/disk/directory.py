@@ -27,6 +27,7 @@ from headstart.tier.disk.records import GENERATIONS, SEQUENCES, SegmentName
 FORMAT = "headstart"
 VERSION = 1
 FEATURES: frozenset[str] = frozenset()  # what a reader must know of to use the directory, beyond the version
+POOL = "pool"  # the feature of a directory that many machines share, by the rules of `tier.pool`
 MARKER = "headstart.json"
 DEVICES = "devices.json"  # which other directories are one tier with this one; `tier.devices` reads and writes it
 _SEGMENT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.seg")
@@ -55,8 +56,10 @@ class Listing:
 class Directory:
     """Names and listings under one root; every access goes through `disk`."""
 
-    def __init__(self, disk: Disk, root: Path) -> None:
+    def __init__(self, disk: Disk, root: Path, *, features: frozenset[str] = FEATURES) -> None:
+        """`features`: what the directory needs whoever uses it to know; one that needs more or less is refused."""
         self.root = root
+        self._features = features
         self.journals = root / "journals"
         self.segments = root / "segments"
         self._shards = [self.segments / f"{shard:02x}" for shard in range(_SHARDS)]
@@ -217,7 +220,7 @@ class Directory:
         try:
             marker = self._read_marker(path)
         except FileNotFoundError:
-            return self._write_marker(_marker())
+            return self._write_marker(_marker(self._features))
         if marker is None and self._holds_files():
             # A rotten marker is no reason to lose what lies beside it: segments and journals carry versions of their own.
             log.warning("disk tier %s: %s could not be read and is written anew", self.root, MARKER)
@@ -240,7 +243,18 @@ class Directory:
                 found=marker["version"],
                 supported=VERSION,
             )
-        unknown = sorted(set(marker.get("features", [])) - FEATURES)
+        found = set(marker.get("features", []))
+        if POOL in self._features ^ found and found <= FEATURES | {POOL}:
+            raise FormatMismatch(
+                f"{self.root} is a pool of many machines; name it with --pool, and another directory for this machine's cache"
+                if POOL in found
+                else f"{self.root} is a cache directory of one machine and cannot become a pool; choose another directory",
+                tier="disk",
+                path=path,
+                found=sorted(found),
+                supported=sorted(self._features),
+            )
+        unknown = sorted(found - self._features)
         if unknown:
             raise FormatMismatch(
                 f"cache directory {self.root} uses {', '.join(unknown)}, which this headstart does not know; "
@@ -248,7 +262,7 @@ class Directory:
                 tier="disk",
                 path=path,
                 found=unknown,
-                supported=sorted(FEATURES),
+                supported=sorted(self._features),
             )
 
     def _read_marker(self, path: Path) -> dict[str, Any] | None:
@@ -286,7 +300,7 @@ class Directory:
     def _rewrite_marker(self, path: Path) -> None:
         """Write the marker anew in place: other processes may hold its lock. Torn, it is written anew once more. What has
         another name as well may be somebody else's file: it stays as it is, under that name."""
-        text = _marker()[:-1] + b" "  # whoever adds next measures anew: it may have been cut while somebody added
+        text = _marker(self._features)[:-1] + b" "  # whoever adds next measures anew: it may have been cut while somebody added
         handle = self._disk.open(path, "write")
         try:
             if self._disk.facts(handle).links > 1:
@@ -315,9 +329,9 @@ class Directory:
         self._disk.sync_directory(self.root)
 
 
-def _marker() -> bytes:
+def _marker(features: frozenset[str]) -> bytes:
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    marker = {"format": FORMAT, "version": VERSION, "features": sorted(FEATURES), "created": created}
+    marker = {"format": FORMAT, "version": VERSION, "features": sorted(features), "created": created}
     return (json.dumps(marker, indent=1) + "\n").encode()
 
 

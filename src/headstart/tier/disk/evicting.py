@@ -21,6 +21,7 @@ from headstart.tier.disk.removal import alone, give_back_left, give_back_waiting
 from headstart.tier.disk.table import ROW_MASK, Segment
 
 if TYPE_CHECKING:
+    from headstart.tier.disk.owner import Owner
     from headstart.tier.disk.store import Store
 
 PINNED_SHARE = 2  # pins take at most such a part of the capacity, all together
@@ -45,7 +46,7 @@ def evict(store: Store, needed_bytes: int, reason: str) -> bool:
     refused: set[ExtentId] = set()  # leased by other processes, or cannot be written anew
     while (missing := needed_bytes - (start - store.allocated_bytes)) > 0:
         by_file, before, stay = not store.holes, store.allocated_bytes, len(refused)
-        candidates = _weigh(store, refused)
+        candidates = weigh(store, refused)
         if by_file:
             went = _empty_a_file(store, candidates, missing, reason=reason, refused=refused)
         else:
@@ -81,7 +82,7 @@ def keep_within_quota(store: Store, tenant: str, nbytes: int) -> bool:
             return True
         if nbytes > quota:
             return False
-        candidates = _weigh(store, refused, tenant=tenant)
+        candidates = weigh(store, refused, tenant=tenant)
         chosen = choose_victims(
             worth=candidates.worth, nbytes=candidates.nbytes, needed_bytes=over, wanted_bytes=quota // _SHARE
         )
@@ -99,14 +100,14 @@ def expire(store: Store) -> bool:
         return False
     with store.lock:
         over = np.array(store.books.expired(store.now_ms()), np.int64)
-    removed = remove(store, _not_continued(store, over)[:_BATCH], reason="expired") if len(over) else []
+    removed = remove(store, not_continued(store, over)[:_BATCH], reason="expired") if len(over) else []
     store.counters.add("evicted_expired", len(removed))
     more, now = len(removed) == _BATCH, store.clock()
     store.promises.expire_due = now + (0 if more else max(EXPIRE_INTERVAL_S, (now - begun) / _EXPIRE_SHARE))
     return more
 
 
-def _not_continued(store: Store, over: npt.NDArray[np.int64]) -> list[ExtentId]:
+def not_continued(store: Owner, over: npt.NDArray[np.int64]) -> list[ExtentId]:
     """Return those of extents that no other ones continue."""
     with store.lock:
         living = store.books.living_ids()
@@ -116,7 +117,7 @@ def _not_continued(store: Store, over: npt.NDArray[np.int64]) -> list[ExtentId]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weighed:
+class Weighed:
     """Living extents, or a tenant's, and what they are worth."""
 
     ids: npt.NDArray[np.int64]
@@ -125,10 +126,11 @@ class _Weighed:
     worth: Worth
 
 
-def _weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) -> _Weighed:
+def weigh(store: Owner, refused: set[ExtentId], *, tenant: str | None = None, early_ms: int = 0) -> Weighed:
     """Weigh what is alive; `refused` may not go. With `tenant` none but its own may, and none that another's continue. The
-    lock is held for a copy and for a part of the parents at a time: the rest takes long."""
-    now_ms, books = store.now_ms(), store.books
+    lock is held for a copy and for a part of the parents at a time: the rest takes long. `early_ms`: by how
+    much promises count as longer, for clocks that are apart."""
+    now_ms, books = store.now_ms() - early_ms, store.books
     with store.lock:
         candidates = books.candidates(now_ms)
         pinned_bytes = books.pinned_bytes(now_ms)
@@ -137,17 +139,19 @@ def _weigh(store: Store, refused: set[ExtentId], *, tenant: str | None = None) -
     pinned = candidates.pinned
     if pinned_bytes <= store.capacity_bytes // PINNED_SHARE:
         held |= pinned
-    promised_ms = np.where(pinned, FOREVER_MS, candidates.promised_ms)
+    nothing_ms = candidates.created_ms if early_ms else 0  # what is promised until it was written is promised nothing
+    promised_ms = np.where(candidates.promised_ms <= nothing_ms, 0, candidates.promised_ms)
+    promised_ms = np.where(pinned, FOREVER_MS, promised_ms)
     parents = _parents(store, candidates.ids)
     if tenant is not None:
         foreign = (candidates.tenants != books.tenant_number(tenant)).astype(np.int64)
         most_of_descendants([foreign], parents)
         held |= foreign != 0
     worth = worth_of(last_used=candidates.last_used, promised_ms=promised_ms, held=held, parents=parents, now_ms=now_ms)
-    return _Weighed(candidates.ids, candidates.segments, candidates.nbytes, worth)
+    return Weighed(candidates.ids, candidates.segments, candidates.nbytes, worth)
 
 
-def _parents(store: Store, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _parents(store: Owner, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return for each extent the place among them of the one that it continues, or -1. The lock is held for some at a time."""
     parents = np.full(len(ids), -1, np.int64)
     for first in range(0, len(parents), _PART):
@@ -160,7 +164,7 @@ def _parents(store: Store, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.where(parents >= 0, place[parents], -1)
 
 
-def _evict_each(store: Store, weighed: _Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
+def _evict_each(store: Store, weighed: Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
     """Remove the least worthy extents. False where everything that may go is not enough; then nothing went."""
     wanted = store.capacity_bytes // _SHARE
     chosen = choose_victims(worth=weighed.worth, nbytes=weighed.nbytes, needed_bytes=needed_bytes, wanted_bytes=wanted)
@@ -170,7 +174,7 @@ def _evict_each(store: Store, weighed: _Weighed, needed_bytes: int, *, reason: s
     return True
 
 
-def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
+def _empty_a_file(store: Store, weighed: Weighed, needed_bytes: int, *, reason: str, refused: set[ExtentId]) -> bool:
     """Where no holes can be made: remove all that is in one file, and write anew before what is worth that. False where no
     file may go; True also where one was found to stay, whose extents are then in `refused`."""
     files = _files_of(store, weighed)
@@ -191,7 +195,7 @@ def _empty_a_file(store: Store, weighed: _Weighed, needed_bytes: int, *, reason:
     return True
 
 
-def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes: int, room_bytes: int) -> Emptying | None:
+def _worth_emptying(store: Store, weighed: Weighed, files: _Files, needed_bytes: int, room_bytes: int) -> Emptying | None:
     """Return what is in a file that may go, and what of it is carried elsewhere; None where there is no room for that."""
     if room_bytes < ahead_bytes(store) * 7 // 8:  # journal and folders grow, too
         return None
@@ -210,7 +214,7 @@ def _worth_emptying(store: Store, weighed: _Weighed, files: _Files, needed_bytes
     )
 
 
-def _worth_of_files(weighed: _Weighed, files: _Files) -> Worth:
+def _worth_of_files(weighed: Weighed, files: _Files) -> Worth:
     worth = weighed.worth.of_groups(files.facts.member, len(files.segments))
     return replace(worth, held=worth.held | files.facts.stays)
 
@@ -233,7 +237,7 @@ class _Files:
     facts: Files
 
 
-def _files_of(store: Store, weighed: _Weighed) -> _Files:
+def _files_of(store: Store, weighed: Weighed) -> _Files:
     numbers, member = np.unique(weighed.segments, return_inverse=True)
     segments = [store.books.numbered(int(number)) for number in numbers]
     waiting = {segment.number for segment, _, _ in store.waiting}
@@ -244,7 +248,7 @@ def _files_of(store: Store, weighed: _Weighed) -> _Files:
 
 
 def _remove_chosen(
-    store: Store, weighed: _Weighed, chosen: npt.NDArray[np.int64], *, reason: str, refused: set[ExtentId]
+    store: Store, weighed: Weighed, chosen: npt.NDArray[np.int64], *, reason: str, refused: set[ExtentId]
 ) -> int:
     """Remove victims in their order; what another process leases is added to `refused`. Says which promises were broken.
     Returns how many went."""
@@ -286,7 +290,7 @@ def drop_files(store: Store, needed_bytes: int) -> None:
     for the journal. What was in a file that is gone is gone, whatever journals say."""
     start = store.allocated_bytes
     give_back_left(store)
-    weighed = _weigh(store, set())
+    weighed = weigh(store, set())
     files = _files_of(store, weighed)
     promised = weighed.worth.promised_ms > store.now_ms()
     worth = _worth_of_files(weighed, files)

@@ -108,6 +108,10 @@ class SegmentFiles:
             del self._open[segment.name]
         self._close(opened.handle)
 
+    def only_read(self) -> None:
+        """Open files for reading from now on."""
+        self._mode = "read"
+
     def close_idle(self) -> bool:
         """Close the files that nobody holds, and be told whether there were any."""
         with self._changed:

@@ -284,6 +284,15 @@ class JournalTail:
         self.close()
         self.handle, self.taken, self.ended = handle, False, bool(self.stopped)
 
+    def reopen(self) -> bool:
+        """Open the file anew: what another machine appended is sure to be seen only then. False where another file has the name
+        by now. Raises OSError, and then all is as before."""
+        handle = self._disk.open(self._path, "read")
+        same = self._disk.facts(handle).inode == self._disk.facts(self.handle).inode
+        self.close()
+        self.handle = handle
+        return same
+
     @property
     def gone(self) -> bool:
         """True once the file has lost its name; another one may have it."""

@@ -15,7 +15,7 @@ from headstart.tier.disk.evicting import PINNED_SHARE
 from headstart.tier.disk.records import ExtentName, Pin, Pinned, Record, plausible_ms
 
 if TYPE_CHECKING:
-    from headstart.tier.disk.store import Store
+    from headstart.tier.disk.owner import Owner
 
 BROKEN_INTERVAL_S = 60.0  # how often it is said that promises are being broken
 _A_RECORD = 512
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Promises:
     """Those of one open directory; what is journalled late is owned here."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Owner) -> None:
         self._store = store
         self._unsaid: dict[ExtentName, ExtentId] = {}  # promises that are not journalled yet
         self._unknown: set[str] = set()  # classes that were used and mean nothing, and were said so
@@ -61,7 +61,7 @@ class Promises:
                 records = store.books.terms_records(rows, now_ms=store.now_ms())
                 for name, _ in batch:  # what is raised while the journal is being written is noted anew
                     del self._unsaid[name]
-            journal = store.upkeep.journal
+            journal = store.journal
             try:
                 with ExitStack() as stack:
                     fits = at_last or journal.encoded_bytes(records) <= journal.room_bytes

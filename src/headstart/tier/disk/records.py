@@ -55,6 +55,7 @@ class RecordType(IntEnum):
     REMOVED = 9
     QUARANTINED = 10
     SNAPSHOT = 11
+    LEFT = 9 | SKIPPABLE
 
 
 class SegmentName(NamedTuple):
@@ -194,6 +195,11 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """The writer has closed its journal in a pool; nothing follows, and nobody need wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """A record that says nothing to this version, but may to a later one: it is passed over, and outlives the generation."""
 
@@ -211,6 +217,7 @@ Record = (
     | Pinned
     | Removed
     | Snapshot
+    | Left
     | Unknown
 )
 
@@ -349,6 +356,8 @@ def _encode(record: Record) -> tuple[int, bytes]:
             return (RecordType.QUARANTINED if quarantined else RecordType.REMOVED), b"".join(parts)
         case Snapshot(counter, next_sequence):
             return RecordType.SNAPSHOT, _SNAPSHOT.pack(counter, next_sequence)
+        case Left():
+            return RecordType.LEFT, b""
         case Unknown(kind, payload):
             return kind, payload
 
@@ -408,6 +417,8 @@ def decode_payload(kind: int, payload: memoryview) -> Record:
             _require_below(USES, counter)
             _require_below(SEQUENCES, next_sequence)
             return Snapshot(counter, next_sequence)
+        case RecordType.LEFT:
+            return Left()
         case _ if kind & SKIPPABLE:
             return Unknown(kind, bytes(payload))
         case _:

@@ -331,7 +331,11 @@ class Store:
 
     @property
     def writer(self) -> bytes:
-        return self.upkeep.journal.writer
+        return self.journal.writer
+
+    @property
+    def journal(self) -> Journal:
+        return self.upkeep.journal
 
     @contextmanager
     def turn(self, *, wait_s: float = TURN_S) -> Iterator[bool]:

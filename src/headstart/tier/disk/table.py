@@ -68,7 +68,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Living extents in columns: ids, numbers of their segments, use counters, sizes, whether this process leases them, until
-    when they are promised to stay, whether they are pinned now, and numbers of their tenants."""
+    when they are promised to stay, whether they are pinned now, numbers of their tenants, and when they were written."""
 
     ids: npt.NDArray[np.int64]
     segments: npt.NDArray[np.int32]
@@ -78,6 +78,7 @@ class Candidates:
     promised_ms: npt.NDArray[np.int64]
     pinned: npt.NDArray[np.bool_]
     tenants: npt.NDArray[np.int32]
+    created_ms: npt.NDArray[np.int64]
 
 
 class ExtentTable:
@@ -264,6 +265,7 @@ class ExtentTable:
             promised_ms=np.minimum(self._kept.promised_ms[rows], self._kept.expires_ms(rows, self._created_ms[rows])),
             pinned=np.isin(rows, self._kept.pinned(now_ms)),
             tenants=self._kept.tenants[rows],
+            created_ms=self._created_ms[rows],
         )
 
     def parents(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -305,7 +307,7 @@ class ExtentTable:
         if holes:
             return {row: int(self._extent_bytes[row]) for row in rows}
         segments = [self._numbered[number] for number in {int(self._segment[row]) for row in rows}]
-        return {s.number: max(s.allocated_bytes, 0 if s.sealed else s.capacity_bytes) for s in segments}
+        return {s.number: max(s.allocated_bytes, s.end if s.sealed else s.capacity_bytes) for s in segments}
 
     def pinned(self, now_ms: int) -> list[int]:
         """Return the rows that are pinned."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -59,6 +59,7 @@ from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 from headstart.tier.disk.store import Store
+from headstart.tier.disk.table import Segment
 from headstart.tier.disk.tending import Tending
 
 DAY_MS = 86_400_000
@@ -67,7 +68,7 @@ REFRESH_INTERVAL_S = 0.05
 _SCAN_ROWS = 2048  # some milliseconds
 FOLLOW_S = 1.0  # how long a lease waits for its look at what other processes did
 CHANGE_FOLLOW_S = 5.0  # and a change: where the disk is slow, too, something must get stored
-_ELSEWHERE = (JOINED, MOVED)  # why extents went whose blocks are still there
+ELSEWHERE = (JOINED, MOVED)  # why extents went whose blocks are still there
 _UNPLACED = ExtentName(SegmentName(b"", 0), 0)
 
 
@@ -248,16 +249,9 @@ class DiskTier:
         self.refresh()
         books = self._store.books
         with self._store.lock:  # a copy: what is looked through may be a million blocks
-            removals = [one for one in books.removals if one.time_ms <= before_ms and one.reason not in _ELSEWHERE]
+            removals = [one for one in books.removals if one.time_ms <= before_ms and one.reason not in ELSEWHERE]
             of = {segment: books.segments.get(segment) for segment in {one.extent.segment for one in removals}}
-        wanted = {key[:PREFIX_BYTES] for key in keys}
-        gone: dict[bytes, Gone] = {}
-        for one in sorted(removals, key=lambda removal: removal.time_ms):
-            segment = of[one.extent.segment]
-            if segment is None or segment.representation in (b"", representation):
-                found = wanted.intersection(_prefixes(one.prefixes))
-                gone.update(dict.fromkeys(found, Gone(one.time_ms, one.reason)))
-        return [gone.get(key[:PREFIX_BYTES]) for key in keys]
+        return gone_of(removals, of, representation, keys)
 
     def representations(self) -> list[bytes]:
         with self._store.lock:
@@ -443,6 +437,20 @@ def _probe(disk: Disk, place: Directory) -> bool:
         if error.errno not in FULL:
             raise
         return False  # a full disk can still be read, if what is there can be taken over without a byte more
+
+
+def gone_of(
+    removals: Iterable[Removal], of: Mapping[SegmentName, Segment | None], representation: bytes, keys: Sequence[bytes]
+) -> list[Gone | None]:
+    """Return for each key which of `removals` took it away last. `of`: the segments that they were in."""
+    wanted = {key[:PREFIX_BYTES] for key in keys}
+    gone: dict[bytes, Gone] = {}
+    for one in sorted(removals, key=lambda removal: removal.time_ms):
+        segment = of[one.extent.segment]
+        if segment is None or segment.representation in (b"", representation):
+            found = wanted.intersection(_prefixes(one.prefixes))
+            gone.update(dict.fromkeys(found, Gone(one.time_ms, one.reason)))
+    return [gone.get(key[:PREFIX_BYTES]) for key in keys]
 
 
 def _prefixes(joined: bytes) -> Iterator[bytes]:

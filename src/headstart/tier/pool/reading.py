@@ -1,0 +1,192 @@
+"""Leases and reads in a pool, where nobody can keep another machine from removing anything.
+
+    journals were read at t0 → lease → … t0 + lease_s: reads are refused from here …   bytes go a grace after they were removed
+
+So a lease is a promise of time, kept by the removers' grace. It costs no I/O. What is read late, cut or as zeros is found by
+its checks; whether it is wrong or only not there yet is looked at before anything is said to be corrupt.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from headstart.block.representation import Representation
+from headstart.block.whole import aligned, examine
+from headstart.errors import ExtentCorrupt, StoreError
+from headstart.tier.base import ExtentId, ReadRange, Shape
+from headstart.tier.disk.pause import LOST
+from headstart.tier.disk.scrub import require_same
+from headstart.tier.disk.table import Segment
+
+if TYPE_CHECKING:
+    from headstart.tier.pool.store import PoolStore
+
+_TIER = "pool"
+
+
+@dataclass(slots=True)
+class _Held:
+    """An extent under `count` leases, which read until `deadline`. It may be removed by now."""
+
+    segment: Segment
+    offset: int
+    nbytes: int
+    shape: Shape
+    deadline: float
+    count: int = 0
+
+
+class PoolReading:
+    """Safe from many threads."""
+
+    def __init__(self, store: PoolStore) -> None:
+        self._store = store
+        self._held: dict[ExtentId, _Held] = {}
+        self._lock = Lock()
+        self._missing: dict[int, float] = {}  # segments by number: since when their file was not found
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        store = self._store
+        if store.forked or not store.fresh:
+            store.counters.add("lease_refused_silent", len(extents))
+            return [False] * len(extents)
+        deadline = store.followed_at + store.timing.lease_s
+        with self._lock, store.lock:
+            return [self._lease(extent, deadline) for extent in extents]
+
+    def release(self, extents: Sequence[ExtentId]) -> None:
+        store = self._store
+        with self._lock, store.lock:
+            for extent in extents:
+                held = self._held.get(extent)
+                if held is None:
+                    if store.books.row(extent) is not None:
+                        raise ValueError(f"pool tier: extent {extent} was released more often than leased")
+                    continue
+                held.count -= 1
+                if not held.count:
+                    del self._held[extent]
+                self._count(extent, held.count)
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        held = self._held.get(extent)
+        return None if held is None else held.shape
+
+    def forget(self, extents: Sequence[ExtentId]) -> None:
+        """Read these no more, leased or not: their bytes are wrong."""
+        with self._lock:
+            for extent in extents:
+                if (held := self._held.get(extent)) is not None:
+                    held.deadline = float("-inf")
+
+    def read(self, reads: Sequence[ReadRange]) -> int:
+        total = sum(map(self._read, reads))
+        self._store.counters.add("bytes_read", total)
+        return total
+
+    def is_right(self, extent: ExtentId) -> bool | None:
+        """Whether an extent's bytes are what was written, read anew from a file that is opened anew; None where that cannot be
+        told, because it is gone or cannot be read. Raises OSError."""
+        store = self._store
+        with store.lock:
+            row = store.books.row(extent)
+            if row is None:
+                return None
+            info, (segment, offset, nbytes) = store.books.info(row), store.books.place(row)
+            encoded = store.books.representations.get(segment.representation)
+        if encoded is None:
+            return None
+        image = aligned(nbytes)
+        store.files.discard(segment)
+        try:
+            with store.files.held(segment) as handle:
+                store.disk.read(handle, [image], offset)
+            require_same(examine(image, Representation.decode(encoded)), info)
+        except ExtentCorrupt:
+            return False
+        except StoreError:
+            return None
+        return True
+
+    def _lease(self, extent: ExtentId, deadline: float) -> bool:
+        books = self._store.books
+        row = books.row(extent)
+        if row is None:
+            return False
+        held = self._held.get(extent)
+        if held is None:
+            held = self._held[extent] = _Held(*books.place(row), books.shape(row), deadline)
+        held.deadline = max(held.deadline, deadline)
+        held.count += 1
+        self._count(extent, held.count)
+        return True
+
+    def _count(self, extent: ExtentId, leases: int) -> None:
+        row = self._store.books.row(extent)
+        if row is not None:
+            self._store.books.set_leases(row, leases)
+
+    def _read(self, read: ReadRange) -> int:
+        held = self._held.get(read.extent)
+        if held is None:
+            self._store.counters.add("read_failed_gone")
+            raise StoreError("the extent is not leased, or was removed", reason="gone", tier=_TIER, extent=read.extent)
+        self._require_time(held, read.extent)
+        wanted = sum(buffer.nbytes for buffer in read.buffers)
+        if read.offset < 0 or read.offset + wanted > held.nbytes:
+            raise StoreError(
+                f"pool tier: bytes {read.offset} to {read.offset + wanted} of an extent of {held.nbytes} were asked for",
+                reason="range",
+                tier=_TIER,
+                extent=read.extent,
+            )
+        try:
+            got = self._read_held(held, read)
+        except ExtentCorrupt as error:  # the file's header is not what it was, or not there yet
+            raise self._late(read.extent, error) from error
+        except StoreError as error:
+            if error.facts.get("reason") != "short-read":
+                raise
+            # The length that this machine knows may be an old one; a file that is opened anew has the right one.
+            self._store.counters.add("read_again_late")
+            self._store.files.discard(held.segment)
+            try:
+                got = self._read_held(held, read)
+            except StoreError as again:
+                raise self._late(read.extent, again) from again
+        self._require_time(held, read.extent)
+        return got
+
+    def _read_held(self, held: _Held, read: ReadRange) -> int:
+        store = self._store
+        try:
+            with store.files.held(held.segment) as handle:
+                return store.disk.read(handle, read.buffers, held.offset + read.offset)
+        except OSError as error:
+            store.counters.add(f"read_failed_{errno.errorcode.get(error.errno or 0, 'other').lower()}")
+            if error.errno == errno.ESTALE:
+                store.files.discard(held.segment)
+            elif error.errno in LOST:
+                self._note_missing(held.segment)
+            raise
+
+    def _note_missing(self, segment: Segment) -> None:
+        """A file that is not there may not be there yet: names come late as well. One that is missing still, after that, is
+        gone. Raises OSError."""
+        store, now = self._store, self._store.clock()
+        if now - self._missing.setdefault(segment.number, now) > 2 * store.timing.visible_s:
+            del self._missing[segment.number]
+            store.lost(segment)
+
+    def _require_time(self, held: _Held, extent: ExtentId) -> None:
+        if self._store.clock() > held.deadline:
+            self._store.counters.add("lease_outlived")
+            raise StoreError("the lease was outlived", reason="lease", tier=_TIER, extent=extent)
+
+    def _late(self, extent: ExtentId, error: StoreError) -> StoreError:
+        self._store.counters.add("read_failed_late")
+        return StoreError(f"not all of the extent is there yet: {error.message}", reason="late", tier=_TIER, extent=extent)

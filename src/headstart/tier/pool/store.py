@@ -1,0 +1,483 @@
+"""The writing side of a pool: what one process adds to files of its own, and what it says in its own journal.
+
+    extent's bytes → flushed → journal → flushed → found under its keys
+
+Nothing is locked on the file system. A writer has a name of its own from opening to closing and never goes on for another
+one; who was taken for dead meanwhile, and whose journal was taken in, begins anew under another name.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Lock
+
+from headstart.block.representation import Representation
+from headstart.errors import StoreError
+from headstart.metrics import Counters
+from headstart.policy.clock import SteadyClock
+from headstart.policy.retention import Retention
+from headstart.tier.base import ExtentId, WriteOutcome
+from headstart.tier.disk.books import Books
+from headstart.tier.disk.bulk import Loaded
+from headstart.tier.disk.directory import MARKER, Directory
+from headstart.tier.disk.door import Disk, Handle
+from headstart.tier.disk.files import SegmentFiles
+from headstart.tier.disk.journal import Journal
+from headstart.tier.disk.pause import FULL, Pause, told
+from headstart.tier.disk.promises import Promises
+from headstart.tier.disk.records import (
+    BOUNDARY_STATE,
+    WRITER_BYTES,
+    ExtentAdded,
+    ExtentName,
+    Left,
+    Record,
+    RepresentationDeclared,
+    SegmentName,
+    SegmentSealed,
+    Snapshot,
+    Touched,
+    milliseconds,
+    removed_records,
+)
+from headstart.tier.disk.segment import SegmentHeader
+from headstart.tier.disk.table import Segment
+from headstart.tier.pool.follow import Missed, Writers
+from headstart.tier.pool.room import Room, pool_segment_capacity
+from headstart.tier.pool.timing import Timing
+
+RENEW_BYTES = 1 << 20  # a journal that grew by this much, more than half of it dead, starts anew
+TOUCH_INTERVAL_S = 5.0
+_USES_A_RECORD = 4096
+_TURN_S = 10.0
+_LOOKS = 8  # while opening, at journals that are renewed meanwhile
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """A write that somebody waits for. Once `given_up`, nothing is said of it any more: its bytes may be others' by now."""
+
+    given_up = False
+
+
+class PoolStore:
+    """`lock` guards `books` and is never held across I/O; what changes something takes a turn. `followed_at`: up to then all
+    journals were read, by `clock`."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Directory,
+        *,
+        capacity_bytes: int,
+        timing: Timing,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        counters: Counters,
+        retention: Retention,
+        read_only: bool,
+    ) -> None:
+        self.disk = disk
+        self.directory = directory
+        self.capacity_bytes = capacity_bytes
+        self.timing = timing
+        self.clock = clock
+        self.counters = counters
+        self.retention = retention
+        self.read_only = read_only
+        self.holes = False
+        self.lock = Lock()
+        self.books = Books(retention=retention)
+        self.files = SegmentFiles(disk, directory, mode="read" if read_only else "write")
+        self.writers = Writers(disk, directory, clock=clock, counters=counters)
+        self.room = Room(self)
+        self.pauses = Pause(directory.root, clock)
+        self.appending: dict[tuple[bytes, bool], Segment] = {}
+        self.followed_at = float("-inf")
+        self.make_room: Callable[[int], bool] = lambda nbytes: False  # the collector's, where this process is it
+        self._time = SteadyClock(clock, wall_clock)
+        self._turn = Lock()
+        self._following = Lock()
+        self._process = os.getpid()
+        self._closed = False
+        self._touched: dict[ExtentName, int] = {}
+        self._journal: Journal | None = None
+        self._said_at = 0.0
+        self._flush_due = clock() + TOUCH_INTERVAL_S
+        self._renew_at = 0
+        self.promises = Promises(self)
+
+    def load(self) -> None:
+        """Read what all writers said. Raises OSError."""
+        for tries_left in reversed(range(_LOOKS)):
+            try:
+                self.follow(loading=True)
+                break
+            except Missed:  # a journal was renewed while it was looked for
+                if not tries_left:
+                    raise
+        self.books.finish_loading()
+
+    def register(self) -> None:
+        """Become a writer, under a new name. Raises OSError."""
+        with self.lock:
+            for segment in self.books.segments.values():
+                segment.recorded = False  # whoever took the old journal in vouches for what it said
+            self.books.declared.clear()
+            self.books.next_sequence = 0
+        self.appending.clear()
+        self._journal = Journal.create(
+            self.disk,
+            self.directory,
+            [Snapshot(self.books.counter, 0), Touched(())],
+            writer=secrets.token_bytes(WRITER_BYTES),
+            generation=0,
+            now_ms=self.now_ms(),
+        )
+        self._renew_at = self._journal.size + min(RENEW_BYTES, self.capacity_bytes // 64)
+        self._said_at = self.clock()
+
+    def is_there(self) -> bool:
+        """Whether the pool's file system is mounted, as far as its marker tells. Raises OSError."""
+        try:
+            self.disk.stat(self.directory.root / MARKER)
+        except FileNotFoundError:
+            return False
+        return True
+
+    # What others did.
+
+    def follow(self, *, loading: bool = False) -> bool:
+        """Take over what other writers said up to now. False where another thread is at it. Raises OSError where a journal
+        could not be read: what it removed may then be unknown."""
+        if not self._following.acquire(blocking=loading):
+            return False
+        try:
+            begun = self.clock()
+            try:
+                said = self.writers.look(own=b"" if self._journal is None else self._journal.writer, loading=loading)
+            except Missed as missed:
+                self._take_over(missed.said)
+                raise
+            self._take_over(said)
+            self.followed_at = begun
+            return True
+        finally:
+            self._following.release()
+
+    def _take_over(self, said: Sequence[tuple[bytes, Sequence[Loaded]]]) -> None:
+        if not said:
+            return
+        with self.lock:
+            for _, records in said:
+                self.books.apply(records, own=False, now_ms=self.now_ms())
+            done = [s for s in self.books.segments.values() if s.sealed and not s.rows and not s.gone]
+        for segment in done:
+            self.files.discard(segment)  # else its bytes are kept for as long as it is open here
+
+    @property
+    def fresh(self) -> bool:
+        """Whether journals were read of late: what was removed since nobody here knows."""
+        return self.clock() - self.followed_at <= self.timing.silent_s
+
+    # What this process changes; each takes a turn.
+
+    def add(
+        self, image: memoryview, representation: Representation, added: ExtentAdded, keys: Sequence[bytes], attempt: Attempt
+    ) -> WriteOutcome:
+        """Store an extent whose place is decided here."""
+        state = bool(added.flags & BOUNDARY_STATE)
+        if self._present(representation, keys, state=state):
+            return WriteOutcome(stored=True, reason="present")
+        if self.pauses.holds:
+            return self.refused("stopped")
+        with self.turn() as mine:
+            if not mine or attempt.given_up:
+                return self.refused("stopped")
+            if self._present(representation, keys, state=state):
+                return WriteOutcome(stored=True, reason="present")
+            try:
+                if not self._within_quota(added.tenant, image.nbytes):
+                    return self.refused("quota")
+                stored = self.write_extent(image, representation, added, attempt=attempt)
+            except (OSError, StoreError) as error:
+                return self._stop(error)
+            if not stored:
+                return self.refused("full")
+            self.pauses.end()
+            return WriteOutcome(stored=True, reason="written")
+
+    def write_extent(
+        self,
+        image: memoryview,
+        representation: Representation,
+        added: ExtentAdded,
+        *,
+        attempt: Attempt,
+        replacing: bool = False,
+    ) -> ExtentName | None:
+        """Write an extent and its record; None where there is no room. `replacing`: in others' stead, as `added` says. In turn.
+        Raises OSError, StoreError, and then it is not stored."""
+        self._require_registered()
+        segment = self._segment_for(image.nbytes, representation, replacing=replacing)
+        if segment is None:
+            return None
+        offset = segment.end
+        with self.lock:
+            segment.end += image.nbytes  # whatever becomes of it: a place is used once
+        with self.files.held(segment) as handle:
+            self._write(handle, image, offset, segment)
+        if attempt.given_up:
+            raise OSError(errno.ETIMEDOUT, "the write took too long")
+        last_used = added.last_used or self.books.next_use()
+        placed = replace(added, extent=ExtentName(segment.name, offset), last_used=last_used)
+        self.append([placed])
+        with self.lock:
+            self.books.apply([placed], own=True)
+        self.counters.add("bytes_written", image.nbytes)
+        return placed.extent
+
+    def remove(self, extents: Sequence[ExtentId], *, reason: str) -> list[ExtentId]:
+        """Say that extents are no more, those leased here excepted; what is corrupt goes even so. The bytes are the
+        collector's. In turn. Raises OSError, and then all of them stay."""
+        corrupt = reason == "corrupt"
+        with self.lock:
+            rows = {extent: row for extent in extents if (row := self.books.row(extent)) is not None}
+            going = {extent: row for extent, row in rows.items() if corrupt or not self.books.leases(row)}
+            names = [(self.books.name(row), self.books.prefixes(row)) for row in going.values()]
+        records = removed_records(self.now_ms(), reason, names, quarantined=corrupt)
+        self.append(records)
+        with self.lock:
+            self.books.apply(records, own=True)
+        return list(going)
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        """Note uses, the first one given being the latest; journalled now and then."""
+        with self.lock:
+            for extent in reversed(extents):
+                row = self.books.row(extent)
+                if row is not None:
+                    self._touched[self.books.name(row)] = self.books.touch(row)
+
+    def upkeep(self) -> None:
+        """Write down uses and promises, show that this writer lives, and keep its journal short. In turn. Raises OSError."""
+        if self.clock() >= self._flush_due:
+            self._flush_due = self.clock() + TOUCH_INTERVAL_S
+            self.flush()
+        if self.clock() - self._said_at >= self.timing.beat_s:
+            self.append([Touched(())])
+        with self.lock:
+            self.books.forget_long_gone()
+            due = self.journal.size >= self._renew_at and self.books.snapshot_bytes() * 2 < self.journal.size
+        if due:
+            self.renew()
+
+    def flush(self) -> None:
+        """Journal what waits for it. In turn. Raises OSError."""
+        self.promises.flush()
+        with self.lock:
+            uses, self._touched = list(self._touched.items()), {}
+        for first in range(0, len(uses), _USES_A_RECORD):
+            self.append([Touched(tuple(uses[first : first + _USES_A_RECORD]))])
+
+    def renew(self) -> None:
+        """Begin the own journal anew, with what it vouches for and no more. In turn. Raises OSError, and then the old one
+        stays."""
+        records, parts = list[Record](), self.books.snapshot(self.now_ms())
+        while True:
+            with self.lock:
+                part = next(parts, None)
+            if part is None:
+                break
+            records += part
+        self._journal = self.journal.renew(records, now_ms=self.now_ms())
+        self._renew_at = self._journal.size + min(RENEW_BYTES, self.capacity_bytes // 64)
+        self._said_at = self.clock()
+
+    def seal(self, segments: Sequence[Segment]) -> None:
+        """Say that nothing will be added to segments. In turn. Raises OSError."""
+        self.appending = {name: one for name, one in self.appending.items() if one not in segments}
+        sealed = [SegmentSealed(segment.name, segment.end) for segment in segments if not (segment.gone or segment.sealed)]
+        self.append(sealed)
+        with self.lock:
+            self.books.apply(sealed, own=True)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write records to the own journal, flushed. Raises OSError; then none of them counts here."""
+        if not records:
+            return
+        self._require_registered()
+        if self.journal.broken:
+            self.renew()
+        self.journal.append(records, sync=True)
+        self._said_at = self.clock()
+
+    def lost(self, segment: Segment) -> None:
+        """A segment's file is not there: what was in it is forgotten, unless the whole pool is not there. Raises OSError."""
+        if not self.is_there():
+            return
+        with self.lock:
+            if segment.gone:
+                return
+            self.books.forget_segment(segment)
+        self.files.discard(segment)
+        self.counters.add("segments_lost")
+
+    def close(self, timeout_s: float = _TURN_S) -> None:
+        """Say what is still to say."""
+        with self.turn(wait_s=timeout_s) as mine:
+            if mine and self._journal is not None:
+                with suppress(OSError, StoreError):
+                    self.flush()
+                    self.seal(list(self.appending.values()))
+                    self.append([Left()])
+                self._journal.close()
+        self._closed = True
+        self.files.close(timeout_s)
+        with self._following:
+            self.writers.close()
+
+    @property
+    def journal(self) -> Journal:
+        assert self._journal is not None, "who only reads has no journal"
+        return self._journal
+
+    @property
+    def writer(self) -> bytes:
+        return b"" if self._journal is None else self._journal.writer
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What files take, as far as journals say."""
+        return self.room.taken_bytes()
+
+    @property
+    def journals_bytes(self) -> int:
+        return self.writers.journals_bytes + (0 if self._journal is None else self._journal.size)
+
+    @contextmanager
+    def turn(self, *, wait_s: float = _TURN_S) -> Iterator[bool]:
+        """Wait for one's turn to change something; False if it did not come, or nothing may be changed."""
+        if not self._turn.acquire(timeout=wait_s):
+            if wait_s >= 1:
+                self.counters.add("turn_timed_out")
+            yield False
+            return
+        try:
+            yield not (self._closed or self.read_only or self.forked)
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def charging(self, *, wait_s: float | None = None) -> Iterator[bool]:
+        """Each writer charges files of its own, and asks nobody."""
+        yield True
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def now_ms(self) -> int:
+        return milliseconds(self._time.now_s())
+
+    def steady_ms(self, wall_ms: int) -> int:
+        return milliseconds(self._time.steady_s(wall_ms / 1000)) if wall_ms else self.now_ms()
+
+    def _require_registered(self) -> None:
+        """Make sure that the own journal is still there. Raises OSError where the pool is not."""
+        if not self.journal.lost:
+            return
+        if not self.is_there():
+            raise OSError(errno.ENODEV, "the pool is not mounted", self._root)
+        log.warning(
+            "pool %s: this writer was taken for dead, or its journal was removed; it goes on as another one", self._root
+        )
+        self.counters.add("registered_again")
+        self.register()
+
+    def _segment_for(self, nbytes: int, representation: Representation, *, replacing: bool) -> Segment | None:
+        name = (representation.digest, replacing)
+        segment = self.appending.get(name)
+        if segment is not None and (segment.gone or segment.sealed or segment.end + nbytes > segment.capacity_bytes):
+            self.seal([segment])
+            segment = None
+        if segment is not None:
+            return segment
+        capacity = pool_segment_capacity(representation, capacity_bytes=self.capacity_bytes)
+        if not self.room.may_open(capacity, replacing=replacing) and (
+            replacing or not self.make_room(2 * capacity) or not self.room.may_open(capacity)
+        ):
+            return None
+        segment = self.appending.get(name)  # making room may have begun one
+        return segment if segment is not None else self._open_segment(representation, capacity, replacing=replacing)
+
+    def _open_segment(self, representation: Representation, capacity_bytes: int, *, replacing: bool) -> Segment:
+        with self.lock:
+            name = SegmentName(self.writer, self.books.next_sequence)
+            self.books.next_sequence += 1  # also when what follows fails: a name is used once
+            header = SegmentHeader(name, capacity_bytes, self.now_ms(), representation.encode(), representation.digest)
+            segment = self.books.segment(name)
+            segment.capacity_bytes, segment.header_bytes = header.capacity_bytes, header.header_bytes
+            segment.created_ms, segment.representation = header.created_ms, header.digest
+            declared = header.digest in self.books.declared
+        self.files.create(header, sync=True)
+        self.files.let_go(segment)
+        records: list[Record] = [] if declared else [RepresentationDeclared(header.representation)]
+        records.append(self.books.opened_record(segment))
+        try:
+            self.append(records)
+        except OSError:
+            with suppress(OSError):
+                self.disk.unlink(self.directory.segment_path(name))
+            self.files.discard(segment)
+            with self.lock:
+                segment.gone = True
+            raise
+        with self.lock:
+            self.books.apply(records, own=True)
+        self.room.opened()
+        self.appending[representation.digest, replacing] = segment
+        return segment
+
+    def _write(self, handle: Handle, image: memoryview, offset: int, segment: Segment) -> None:
+        try:
+            self.disk.write(handle, image, offset)
+            self.disk.sync(handle)
+        except OSError as error:
+            if error.errno not in FULL:
+                self.appending = {name: one for name, one in self.appending.items() if one is not segment}
+            raise
+
+    def _within_quota(self, tenant: str, nbytes: int) -> bool:
+        quota = self.retention.quota_bytes(tenant, capacity_bytes=self.capacity_bytes, whole_bytes=None)
+        if quota is None:
+            return True
+        with self.lock:
+            return self.books.bytes_by_tenant().get(tenant, 0) + nbytes <= quota
+
+    def _present(self, representation: Representation, keys: Sequence[bytes], *, state: bool) -> bool:
+        with self.lock:
+            return self.books.present(representation.digest, keys, state=state)
+
+    def refused(self, reason: str) -> WriteOutcome:
+        self.counters.add(f"write_failed_{reason}")
+        return WriteOutcome(stored=False, reason=reason)
+
+    def _stop(self, error: OSError | StoreError) -> WriteOutcome:
+        """Store nothing for a while: the file system refuses."""
+        log.info("pool %s: %s", self._root, error)
+        number = error.errno if isinstance(error, OSError) else None
+        self.pauses.begin(told(error) if isinstance(error, OSError) else error.message)
+        self.counters.add(f"write_failed_{errno.errorcode.get(number or 0, 'other').lower()}")
+        return WriteOutcome(stored=False, reason="full" if number in FULL else "error")
+
+    @property
+    def _root(self) -> str:
+        return str(self.directory.root)

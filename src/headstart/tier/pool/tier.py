@@ -1,0 +1,441 @@
+"""The pool tier: a directory on a shared file system behind the verbs of `tier.base`.
+
+Lookups and leases are in memory. Reads go to the file system on the caller's thread; all else that touches it is done by two
+threads of the tier's own, one that follows the other machines and one that changes, so a mount that hangs costs a miss and a
+counter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import TypeVar
+
+import numpy as np
+
+from headstart.block.extent import decode_header
+from headstart.block.representation import Representation
+from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
+from headstart.metrics import Counters
+from headstart.policy.retention import Retention
+from headstart.tier.base import (
+    DEFAULT_TERMS,
+    ExtentId,
+    ExtentInfo,
+    Gone,
+    OnChange,
+    Placement,
+    Problem,
+    ReadRange,
+    Shape,
+    Terms,
+    TierStatistics,
+    WriteOutcome,
+)
+from headstart.tier.disk.directory import POOL, Directory, unavailable
+from headstart.tier.disk.door import Disk, RealDisk
+from headstart.tier.disk.pause import ONLY_READABLE
+from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdded, ExtentName, SegmentName, plausible_ms
+from headstart.tier.disk.removal import QUARANTINE
+from headstart.tier.disk.segment import SegmentHeader
+from headstart.tier.disk.tier import DAY_MS, ELSEWHERE, MIN_CAPACITY_BYTES, gone_of
+from headstart.tier.lookup_thread import Late, LookupThread
+from headstart.tier.pool.check import check_pool
+from headstart.tier.pool.collecting import Collector
+from headstart.tier.pool.reading import PoolReading
+from headstart.tier.pool.room import pool_segment_capacity
+from headstart.tier.pool.shared_disk import SharedDisk
+from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.terms import Terms as CollectorTerms
+from headstart.tier.pool.timing import Timing
+
+T = TypeVar("T")
+_SLOWEST_BYTES_S = 4 << 20  # a mount that writes slower than that hangs
+_SCAN_ROWS = 2048
+_UNPLACED = ExtentName(SegmentName(b"", 0), 0)
+
+log = logging.getLogger(__name__)
+
+
+class PoolTier:
+    """Use `PoolTier.open`. Safe from many threads; any number of processes, on any number of machines, may have it open."""
+
+    name = "pool"
+    trusted = False
+
+    def __init__(self, store: PoolStore, terms: CollectorTerms) -> None:
+        self.path = store.directory.root
+        self._store = store
+        self._terms = terms
+        self._collector = Collector(store, terms)
+        self._counters = store.counters
+        self._reading = PoolReading(store)
+        self._changes = LookupThread(f"{self.name}-changes")
+        self._ending = Event()
+        self._background: Thread | None = None
+        self._collect_due = store.clock()
+        self._said_silent = False
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        timing: Timing | None = None,
+        read_only: bool = False,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        retention: Retention | None = None,
+        background: bool = True,
+    ) -> PoolTier:
+        """Open a pool, or begin one in a directory that is there. `background`: follow the others, and collect where that is
+        this process's turn, in a thread; without it whoever owns the tier calls `step`. Raises TierUnavailable,
+        FormatMismatch; where the mount does not answer, after `timing.answer_s`."""
+        if capacity_bytes < MIN_CAPACITY_BYTES:
+            raise ValueError(f"a pool of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
+        timing = Timing() if timing is None else timing
+        shared = SharedDisk(RealDisk() if disk is None else disk)
+        directory = Directory(shared, path, features=frozenset({POOL}))
+        store = PoolStore(
+            shared,
+            directory,
+            capacity_bytes=capacity_bytes,
+            timing=timing,
+            clock=clock,
+            wall_clock=wall_clock,
+            counters=Counters(),
+            retention=Retention() if retention is None else retention,
+            read_only=read_only,
+        )
+        terms = CollectorTerms(shared, directory, silent_s=store.writers.silent_s, term_s=timing.term_s, clock=clock)
+        tier = cls(store, terms)
+        try:
+            tier._ask(tier._open, patience_s=timing.answer_s, late="open_timed_out")
+        except OSError as error:
+            tier._end_threads(0.0)
+            raise unavailable(path, error) from error
+        except BaseException:
+            tier._end_threads(0.0)
+            raise
+        if background:
+            tier._background = Thread(target=tier._work, name=f"{cls.name}-follow", daemon=True)
+            tier._background.start()
+        return tier
+
+    def _open(self) -> None:
+        store = self._store
+        try:
+            store.disk.entries(self.path)
+        except FileNotFoundError:
+            raise TierUnavailable(
+                f"pool {self.path} is not there; mount its file system, or make the directory", tier=self.name, path=self.path
+            ) from None
+        if not store.read_only:
+            try:
+                store.directory.prepare()
+                self._terms.prepare()
+                store.register()
+            except (OSError, TierUnavailable) as error:
+                number = error.errno if isinstance(error, OSError) else error.facts.get("errno")
+                if number not in ONLY_READABLE:
+                    raise
+                log.warning("pool %s may only be read (%s)", self.path, os.strerror(number))
+                store.read_only = True
+        if store.read_only:
+            store.directory.require()
+            store.files.only_read()
+            store.pauses.begin_for_good("it may only be read")
+        store.load()
+        if not store.read_only:
+            store.make_room = self._collector.make_room
+            self._collect(wait=True)
+
+    # The verbs of a tier.
+
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
+        """Return the largest image that `write` takes: an extent never spans segments."""
+        capacity = pool_segment_capacity(representation, capacity_bytes=self._store.capacity_bytes)
+        return (
+            capacity
+            - SegmentHeader(_UNPLACED.segment, capacity, 0, representation.encode(), representation.digest).header_bytes
+        )
+
+    def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
+        self._require_open()
+        store = self._store
+        if not store.fresh:  # nothing could be leased
+            self._counters.add("locate_refused_silent")
+            return Placement(np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32))
+        with store.lock:
+            extents, positions = store.books.locate(representation, keys)
+            return Placement(extents, positions, store.books.states(representation, keys))
+
+    def info(self, extent: ExtentId) -> ExtentInfo | None:
+        self._require_open()
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            return None if row is None else self._store.books.info(row, now_ms=self._store.now_ms())
+
+    def shape(self, extent: ExtentId) -> Shape | None:
+        self._require_open()
+        held = self._reading.shape(extent)
+        if held is not None:
+            return held
+        with self._store.lock:
+            row = self._store.books.row(extent)
+            return None if row is None else self._store.books.shape(row)
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        self._require_open()
+        return self._reading.lease(extents)
+
+    def release(self, extents: Sequence[ExtentId]) -> None:
+        self._reading.release(extents)
+
+    def read(self, reads: Sequence[ReadRange]) -> int:
+        self._require_open()
+        return self._reading.read(reads)
+
+    def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
+        self._require_open()
+        store = self._store
+        header = decode_header(image, representation)
+        if image.nbytes > self.max_extent_bytes(representation):
+            self._counters.add("write_failed_too-large")
+            return WriteOutcome(stored=False, reason="too-large")
+        layout = header.layout(representation)
+        if image.nbytes != layout.extent_bytes:
+            raise ExtentCorrupt(
+                f"an image of {image.nbytes} bytes was given for an extent of {layout.extent_bytes}", reason="truncated"
+            )
+        added = ExtentAdded(
+            _UNPLACED,
+            image.nbytes,
+            layout.header_bytes,
+            store.steady_ms(plausible_ms(header.created_ms)),
+            0,
+            terms.retention,
+            header.parent[:PREFIX_BYTES],
+            b"".join(key[:PREFIX_BYTES] for key in header.keys),
+            BOUNDARY_STATE if header.state_bytes else 0,
+            tenant=terms.tenant,
+        )
+        if self._changes.stuck:
+            return store.refused("stopped")
+        attempt = Attempt()
+        try:
+            outcome = self._ask(
+                lambda: store.add(image, representation, added, header.keys, attempt),
+                patience_s=store.timing.answer_s + image.nbytes / _SLOWEST_BYTES_S,
+                late="write_timed_out",
+            )
+        except StoreError as error:
+            if error.facts.get("reason") != "hangs":
+                raise
+            attempt.given_up = True
+            store.pauses.begin("the file system does not answer")
+            return WriteOutcome(stored=False, reason="stopped")
+        if outcome.stored:
+            self.keep(self.locate(representation.digest, header.keys).ids(), terms)
+        return outcome
+
+    def touch(self, extents: Sequence[ExtentId]) -> None:
+        self._require_open()
+        if not self._store.read_only:
+            self._store.touch(extents)
+
+    def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
+        self._require_open()
+        if not self._store.read_only:
+            self._store.promises.keep(extents, terms)
+
+    def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
+        self._require_open()
+        return self._ask(lambda: self._store.promises.pin(extents, until_ms), late="pin_timed_out")
+
+    def unpin(self, extents: Sequence[ExtentId]) -> None:
+        self.pin(extents, until_ms=0)
+
+    def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
+        self._require_open()
+        return self._ask(lambda: self._delete(extents, reason), late="delete_timed_out")
+
+    def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
+        books = self._store.books
+        with self._store.lock:
+            removals = [one for one in books.removals if one.time_ms <= before_ms and one.reason not in ELSEWHERE]
+            of = {segment: books.segments.get(segment) for segment in {one.extent.segment for one in removals}}
+        return gone_of(removals, of, representation, keys)
+
+    def representations(self) -> list[bytes]:
+        with self._store.lock:
+            return list(self._store.books.representations)
+
+    def watch(self, on_change: OnChange) -> None:
+        with self._store.lock:
+            self._store.books.on_change = on_change
+
+    def tend(self) -> bool:
+        """The tier tends itself, whether or not anybody has time for it."""
+        return False
+
+    def scan(self) -> Iterator[ExtentInfo]:
+        self._require_open()
+        books, found, low = self._store.books, list[ExtentInfo](), 0
+        while True:
+            with self._store.lock:  # not for all at once: a lookup would wait for it
+                living = books.living()
+                rows = living[np.searchsorted(living, low) :][:_SCAN_ROWS]
+                found += books.infos(rows, now_ms=self._store.now_ms())
+            if not len(rows):
+                return iter(found)
+            low = int(rows[-1]) + 1
+
+    def statistics(self) -> TierStatistics:
+        store = self._store
+        allocated_bytes = store.allocated_bytes
+        with store.lock:
+            return TierStatistics(
+                name=self.name,
+                capacity_bytes=store.capacity_bytes,
+                allocated_bytes=allocated_bytes,
+                live_bytes=store.books.live_bytes,
+                extents=store.books.extents,
+                blocks=store.books.blocks,
+                written_day_bytes=store.books.bytes_since(store.now_ms() - DAY_MS),
+                counters=self._counters.snapshot(),
+                live_bytes_by_class=store.books.bytes_by_class(),
+                live_bytes_by_tenant=store.books.bytes_by_tenant(),
+                paused=self._why_silent() or store.pauses.why,
+            )
+
+    def check(self) -> list[Problem]:
+        self._require_open()
+        return self._ask(lambda: check_pool(self._store), patience_s=60.0, late="check_timed_out")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._end_threads(self._store.timing.answer_s)
+
+    # What the tier's own threads do.
+
+    def step(self) -> None:
+        """Follow the others once, and do what is due. An error is a counter, and a reason to find nothing for a while."""
+        store = self._store
+        try:
+            store.follow()
+            self._collect()
+        except (OSError, StoreError) as error:
+            self._counters.add("look_failed")
+            log.debug("pool %s: %s", self.path, error)
+        if store.fresh == self._said_silent:
+            self._said_silent = not self._said_silent
+            log.warning(
+                "pool %s: %s",
+                self.path,
+                "it does not answer; nothing is found in it" if self._said_silent else "it answers again",
+            )
+
+    @property
+    def collects(self) -> bool:
+        """Whether this process is the one that collects."""
+        return self._collector.holds
+
+    def _work(self) -> None:
+        while not self._ending.wait(self._store.timing.look_s):
+            try:
+                self.step()
+            except Exception:
+                self._counters.add("step_errors")
+                log.exception("pool %s: following the others failed unexpectedly", self.path)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        store = self._store
+        if store.read_only or store.clock() < self._collect_due:
+            return
+        with store.turn(wait_s=1.0 if wait else 0.05) as mine:
+            if mine:
+                self._collect_due = store.clock() + store.timing.collect_s
+                store.upkeep()
+                self._collector.step()
+
+    def _delete(self, extents: Sequence[ExtentId], reason: str) -> int:
+        store = self._store
+        with store.turn() as mine:
+            if not mine:
+                return 0
+            if reason == QUARANTINE:
+                extents = [extent for extent in extents if self._is_wrong(extent)]
+                self._reading.forget(extents)
+            else:
+                extents = store.promises.unpinned(extents)
+            try:
+                removed = store.remove(extents, reason=reason)
+            except OSError:
+                self._counters.add("remove_failed")
+                return 0
+            self._counters.add(f"quarantined_{reason}" if reason == QUARANTINE else f"removed_{reason}", len(removed))
+            return len(removed)
+
+    def _is_wrong(self, extent: ExtentId) -> bool:
+        """Whether an extent is corrupt for all, and not only came late here; that one is taken up again under another id."""
+        try:
+            right = self._reading.is_right(extent)
+        except OSError:
+            return False
+        if right:
+            with self._store.lock:
+                row = self._store.books.row(extent)
+                if row is not None:
+                    self._counters.add("late_bytes")
+                    self._store.books.enter_again(row)
+        return right is False
+
+    def _ask(self, work: Callable[[], T], *, patience_s: float | None = None, late: str) -> T:
+        """Have something done by the thread that changes. Raises StoreError("hangs") where that takes too long."""
+        try:
+            return self._changes.ask(work, patience_s=self._store.timing.answer_s if patience_s is None else patience_s)
+        except Late:
+            self._counters.add(late)
+            raise StoreError(
+                f"pool {self.path} does not answer; look after its mount", reason="hangs", tier=self.name, path=self.path
+            ) from None
+
+    def _end_threads(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        self._ending.set()
+        if self._background is not None:
+            self._background.join(timeout_s)
+        try:
+            self._ask(
+                self._close_store,
+                patience_s=max(0.0, deadline - time.monotonic()) if timeout_s else 1.0,
+                late="close_timed_out",
+            )
+        except (OSError, StoreError) as error:
+            log.warning("pool %s was not closed well (%s)", self.path, error)
+        self._changes.close(max(0.0, deadline - time.monotonic()))
+
+    def _close_store(self) -> None:
+        if not self._store.read_only and not self._store.forked:
+            self._collector.resign()
+        self._store.close()
+
+    def _why_silent(self) -> str:
+        return "" if self._store.fresh else "the file system does not answer"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"pool tier {self.path} is closed", reason="closed", tier=self.name)
+
+    def __repr__(self) -> str:
+        return f"<PoolTier {self.path} of {self._store.capacity_bytes} bytes>"
