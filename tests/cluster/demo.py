@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -29,6 +31,7 @@ def main() -> None:
     options.add_argument("--json", action="store_true", help="one JSON object at the end, and nothing else")
     options.add_argument("--plain", action="store_true", help="on a plain directory, without a MooseFS")
     given = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the cluster would outlive it
 
     def say(line: str) -> None:
         if not given.json:

@@ -176,6 +176,31 @@ def test_a_full_file_system_stops_storing_and_breaks_nothing(machine: Make) -> N
     assert a.found([1, 2]) == {1, 2}
 
 
+def test_a_journal_that_rots_is_begun_anew_so_that_others_can_follow(machine: Make, root: Path) -> None:
+    a = machine()
+    a.save(1)
+    (journal,) = (root / "journals").iterdir()
+    with journal.open("r+b") as file:
+        file.seek(200)
+        file.write(b"rotten")
+    a.save(2)
+    b = machine()
+    assert b.found([1, 2]) != {1, 2}
+    a.wait(61)
+    b.wait(1)
+    assert a.counter("journal_damaged") == 1
+    assert b.found([1, 2]) == {1, 2}
+
+
+def test_a_mount_that_may_only_be_read_is_read(machine: Make) -> None:
+    a = machine()
+    a.save(1)
+    b = machine(disk=FaultyDisk(RealDisk(), DiskFault("write", "erofs")))
+    assert b.found([1]) == {1}
+    assert b.save(2) == "stopped"
+    assert b.tier.statistics().paused == "it may only be read"
+
+
 def test_a_write_that_hangs_is_given_up_and_never_announced(root: Path) -> None:
     disk = FaultyDisk(RealDisk(), stall_s=60.0)
     with PoolOpen(root, disk=disk, timing=Timing(answer_s=0.5, silent_s=1.0)) as a, PoolOpen(root) as b:

@@ -17,6 +17,7 @@ from headstart.tier.disk import DiskTier
 from headstart.tier.pool import PoolTier, Timing
 
 Make = Callable[..., Machine]
+SMALL = 3 << 20
 
 
 def test_what_one_machine_saved_is_found_by_the_others_at_their_next_look(machine: Make) -> None:
@@ -145,31 +146,31 @@ def test_journals_of_writers_that_left_are_taken_in_and_what_they_stored_stays(m
 
 
 def test_all_writers_together_pass_the_capacity_by_at_most_a_segment_each(machine: Make, root: Path) -> None:
-    machines = [machine() for _ in range(4)]
-    segment = machines[0].tier.max_extent_bytes(TINY) + 4096
+    machines = [machine(capacity_bytes=SMALL) for _ in range(4)]
     most = 0
-    for seed in range(400):
+    for seed in range(200):
         machines[seed % 4].save(seed)
         most = max(most, taken_bytes(root))
-        if seed % 40 == 39:
+        if seed % 10 == 9:
             for one in machines:
                 one.wait(TIMING.grace_s / 4)
-    assert most <= CAPACITY + 4 * segment
-    assert most > CAPACITY // 2
+    assert most <= SMALL + 4 * SMALL // 8
+    assert most > SMALL // 2
     assert sum(one.counter("evicted_capacity") for one in machines) > 0
     for one in machines:
         one.wait(1)
-        assert one.found(range(400)) == one.found(range(400))
+        one.found(range(200))  # which compares every byte
 
 
 def test_what_is_read_while_the_pool_is_full_is_right_or_missed(machine: Make) -> None:
-    a, b = machine(), machine(ahead_s=300)
-    for seed in range(300):
+    a, b = machine(capacity_bytes=SMALL), machine(capacity_bytes=SMALL, ahead_s=300)
+    for seed in range(150):
         a.save(seed)
         if seed % 10 == 9:
             a.wait(TIMING.grace_s / 3)
             b.wait(TIMING.grace_s / 3)
-            assert b.found(range(seed + 1))  # `found` compares every byte
+            assert b.found(range(max(0, seed - 60), seed + 1))
+    assert a.counter("segments_collected") > 0
 
 
 def test_a_tenants_quota_holds_for_all_machines_together(machine: Make) -> None:
@@ -218,15 +219,15 @@ def test_a_machine_that_may_only_read_reads_and_writes_nothing(machine: Make, ro
 
 
 def test_pins_and_classes_of_one_machine_hold_against_anothers_collecting(machine: Make) -> None:
-    collector, a = machine(), machine()
+    collector, a = machine(capacity_bytes=SMALL), machine(capacity_bytes=SMALL)
     a.save(1)
     a.save(2)
     assert a.tier.pin([a.extent(1)], until_ms=None) == [True]
     a.tier.keep([a.extent(2)], Terms("agent"))
     a.wait(6)
-    for seed in range(100, 400):
+    for seed in range(100, 220):
         collector.save(seed)
-        if seed % 20 == 19:
+        if seed % 10 == 9:
             collector.wait(TIMING.grace_s / 2)
             a.wait(TIMING.grace_s / 2)
     assert collector.counter("evicted_capacity") > 0
@@ -235,7 +236,7 @@ def test_pins_and_classes_of_one_machine_hold_against_anothers_collecting(machin
 
 def test_a_cache_directory_is_no_pool_and_a_pool_no_cache_directory(machine: Make, root: Path, tmp_path: Path) -> None:
     machine()
-    with pytest.raises(FormatMismatch, match="--pool"):
+    with pytest.raises(FormatMismatch, match="serve --pool"):
         DiskTier.open(root, capacity_bytes=CAPACITY)
     DiskTier.open(tmp_path / "kv", capacity_bytes=CAPACITY).close()
     with pytest.raises(FormatMismatch, match="cannot become a pool"):

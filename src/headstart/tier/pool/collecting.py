@@ -65,13 +65,13 @@ class Collector:
         store = self._store
         if not self._elected():
             return
+        self._unlink_dead()  # first: a full file system has no room for what is said of others
         self._trim_tenants()
         self._expire()
         segment_bytes = self._largest_segment_bytes()
         # One for what is written anew, and with a grace more for what is written until space comes back.
         headroom = segment_bytes + (max(store.capacity_bytes // _HEADROOM_SHARE, segment_bytes) if store.timing.grace_s else 0)
         self._free(store.room.reserved_bytes() - self._on_their_way_bytes() + headroom - store.capacity_bytes)
-        self._unlink_dead()
         if store.clock() >= self._list_due:
             self._list_due = store.clock() + min(_LIST_S, max(store.timing.dead_s / 4, store.timing.collect_s))
             self._tidy()

@@ -73,7 +73,7 @@ class Writers:
     def writing(self, *, silent_s: float) -> int:
         """Return how many others write, as far as they have said something within `silent_s`."""
         since = self._clock() - silent_s
-        return sum(said_at >= since for writer, said_at in self.said_at.items() if writer not in self.left)
+        return sum(said_at >= since for writer, said_at in list(self.said_at.items()) if writer not in self.left)
 
     def __contains__(self, writer: object) -> bool:
         return writer in self._tails

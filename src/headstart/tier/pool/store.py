@@ -54,6 +54,7 @@ from headstart.tier.pool.timing import Timing
 
 RENEW_BYTES = 1 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 TOUCH_INTERVAL_S = 5.0
+VERIFY_INTERVAL_S = 60.0
 _USES_A_RECORD = 4096
 _TURN_S = 10.0
 _LOOKS = 8  # while opening, at journals that are renewed meanwhile
@@ -111,6 +112,7 @@ class PoolStore:
         self._journal: Journal | None = None
         self._said_at = 0.0
         self._flush_due = clock() + TOUCH_INTERVAL_S
+        self._verify_due = clock() + VERIFY_INTERVAL_S
         self._renew_at = 0
         self.promises = Promises(self)
 
@@ -276,6 +278,11 @@ class PoolStore:
         with self.lock:
             self.books.forget_long_gone()
             due = self.journal.size >= self._renew_at and self.books.snapshot_bytes() * 2 < self.journal.size
+        if self.clock() >= self._verify_due:
+            self._verify_due = self.clock() + VERIFY_INTERVAL_S
+            if not self.journal.lost and not self.journal.reads_back():
+                self.counters.add("journal_damaged")  # others could not follow it beyond that
+                due = True
         if due:
             self.renew()
 

@@ -56,6 +56,7 @@ from headstart.tier.pool.timing import Timing
 T = TypeVar("T")
 _SLOWEST_BYTES_S = 4 << 20  # a mount that writes slower than that hangs
 _SCAN_ROWS = 2048
+_TURN_S = 0.3  # how long following waits for a write
 _UNPLACED = ExtentName(SegmentName(b"", 0), 0)
 
 log = logging.getLogger(__name__)
@@ -362,7 +363,7 @@ class PoolTier:
         store = self._store
         if store.read_only or store.clock() < self._collect_due:
             return
-        with store.turn(wait_s=1.0 if wait else 0.05) as mine:
+        with store.turn(wait_s=1.0 if wait else _TURN_S) as mine:
             if mine:
                 self._collect_due = store.clock() + store.timing.collect_s
                 store.upkeep()
