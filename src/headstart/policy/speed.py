@@ -38,7 +38,10 @@ class Speed:
     spread: float = 0.0
 
     def seconds(self, *quantities: float) -> float:
-        return sum(cost * quantity for cost, quantity in zip(self.costs, quantities, strict=True))
+        total = 0.0
+        for cost, quantity in zip(self.costs, quantities, strict=True):
+            total += cost * quantity
+        return total
 
 
 def fitted(samples: Sequence[Sample]) -> Speed | None:

@@ -1,0 +1,246 @@
+"""All that a router knows, and its choice. Fed by what happens; time and randomness are passed in. Pure.
+
+    choose ─▶ sent ─▶ first_token ─▶ finished         of a request
+    up ─▶ stored, removed ─▶ down                     of a worker
+
+Nothing here has to survive a restart: who holds what comes from KV events, or from what is sent after it; the queues fill anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from headstart.policy.routing.estimate import Estimate, Speeds, View, cheapest, estimate
+from headstart.policy.routing.holders import DISK, MEMORY, POOL, Holders, Keys
+from headstart.policy.routing.spread import Spread
+
+_SHORT = 64  # requests whose arrivals tell how many come in a second
+_USUAL_ANSWER = 0.05  # weight of one more answer in what is usual
+
+
+@dataclass(slots=True)
+class _Sent:
+    worker: int
+    tokens: int
+    computed: int
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    number: int
+    speeds: Speeds
+    kv_tokens: int | None
+    events: bool
+    waiting: dict[str, float] = field(default_factory=dict)  # request → seconds of computing
+    waiting_tokens: int = 0  # to compute for them
+    since_s: float = 0.0  # when the first of those began to be computed
+    running: int = 0
+    context: int = 0
+    held: int = 0  # tokens of KV that its requests may come to
+
+    def queued_s(self, now_s: float) -> float:
+        if not self.waiting:
+            return 0.0
+        first = next(iter(self.waiting.values()))
+        return sum(self.waiting.values()) - min(first, max(0.0, now_s - self.since_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and why: `estimates` of all that it could have gone to, the chosen one's first. `key`: where the
+    part of the prompt ends that somebody has."""
+
+    worker: str
+    estimate: Estimate
+    estimates: Mapping[str, Estimate]
+    key: int | None
+
+
+class Routing:
+    """`workers`: how many at most, `blocks`: how many are remembered, `block_tokens`: of a key.
+
+    >>> import numpy as np
+    >>> from headstart.policy.speed import Speed
+    >>> routing = Routing(block_tokens=64, random=Random(0))
+    >>> speeds = Speeds(prefill=Speed((1e-3, 0.0)), step=Speed((1e-2, 1e-4, 0.0)))
+    >>> routing.up("a", speeds, now_s=0.0), routing.up("b", speeds, now_s=0.0)
+    (None, None)
+    >>> prompt = np.arange(1, 11, dtype=np.uint64)
+    >>> routing.stored("b", prompt)
+    >>> routing.choose(prompt, tokens=650, now_s=1.0).worker
+    'b'
+    """
+
+    def __init__(self, *, block_tokens: int, random: Random, workers: int = 64, blocks: int = 1 << 20) -> None:
+        self.block_tokens = block_tokens
+        self._random = random
+        self._holders = Holders(workers=workers, blocks=blocks)
+        self._spread = Spread()
+        self._workers: dict[str, _Worker] = {}
+        self._free = list(reversed(range(workers)))
+        self._sent: dict[str, _Sent] = {}
+        self._arrivals: deque[float] = deque(maxlen=_SHORT)
+        self._answer = 200.0  # tokens, usual; learned
+
+    # Workers
+
+    def up(self, name: str, speeds: Speeds, *, now_s: float, kv_tokens: int | None = None, events: bool = True) -> None:
+        """A worker has come, or come again: what it held before is forgotten. `events`: it says what it stores; of one that
+        does not, what is sent there counts as stored. Raises ValueError beyond the number of workers."""
+        if name in self._workers:
+            self.down(name)
+        if not self._free:
+            raise ValueError(f"worker {name!r} is one too many: {len(self._workers)} are routed to already")
+        self._workers[name] = _Worker(self._free.pop(), speeds, kv_tokens, events)
+
+    def down(self, name: str) -> list[str]:
+        """A worker is gone. Return its requests that had no token yet; they may be sent elsewhere."""
+        worker = self._workers.pop(name, None)
+        if worker is None:
+            return []
+        self._holders.forget(worker.number)
+        self._spread.forget(worker.number)
+        self._free.append(worker.number)
+        own = [request for request, sent in self._sent.items() if sent.worker == worker.number]
+        lost = [request for request in own if not self._sent[request].answered]
+        for request in own:
+            del self._sent[request]
+        return lost
+
+    def measured(self, name: str, speeds: Speeds) -> None:
+        """The worker's speeds are known better now."""
+        if name in self._workers:
+            self._workers[name].speeds = speeds
+
+    def stored(self, name: str | None, keys: Keys, plane: int = MEMORY) -> None:
+        """The worker holds these blocks; None: the pool does."""
+        if name is None:
+            self._holders.add(0, keys, POOL)
+        elif name in self._workers:
+            self._holders.add(self._workers[name].number, keys, plane)
+
+    def removed(self, name: str | None, keys: Keys, plane: int = MEMORY) -> None:
+        """The worker, or the pool, no longer holds these."""
+        if name is None:
+            self._holders.remove(0, keys, POOL)
+        elif name in self._workers:
+            self._holders.remove(self._workers[name].number, keys, plane)
+
+    # Requests
+
+    def choose(self, keys: Keys, *, tokens: int, now_s: float, among: Collection[str] | None = None) -> Decision | None:
+        """Return where a prompt of `tokens` with the keys of its full blocks should go; None where no worker is there.
+
+        Changes nothing but what is known of arrivals; `sent` says that it went there."""
+        self._arrivals.append(now_s)
+        views, key = self.views(keys, now_s=now_s, among=among)
+        if not views:
+            return None
+        allowed = set(self._spread.among(key, [view.worker for view in views.values()]))
+        rate = self._rate(now_s) / len(views)
+        estimates = {
+            name: estimate(view, tokens=tokens, answer=int(self._answer), pressure=rate * _drained_s(view, tokens))
+            for name, view in views.items()
+        }
+        best = cheapest([one for one in estimates.values() if one.worker in allowed], self._random)
+        names = sorted(estimates, key=lambda name: (estimates[name] is not best, estimates[name].cost))
+        return Decision(names[0], best, {name: estimates[name] for name in names}, key)
+
+    def views(self, keys: Keys, *, now_s: float, among: Collection[str] | None = None) -> tuple[dict[str, View], int | None]:
+        """Return each worker as a request with these keys finds it, and the key at which the part that somebody has ends."""
+        able = {name: worker for name, worker in self._workers.items() if among is None or name in among}
+        if not able:
+            return {}, None
+        runs = self._holders.runs(keys)
+        most = int(max(runs[DISK, worker.number] for worker in able.values()))
+        held = (runs.T * self.block_tokens).tolist()
+        views = {name: self._view(worker, held[worker.number], now_s) for name, worker in able.items()}
+        return views, int(keys[most - 1]) if most else None
+
+    def decided(self, worker: str, views: Mapping[str, View], key: int | None, *, tokens: int) -> Decision:
+        """Return the decision of somebody else as one that `sent` takes."""
+        chosen = estimate(views[worker], tokens=tokens, answer=int(self._answer), pressure=0.0)
+        return Decision(worker, chosen, {worker: chosen}, key)
+
+    def sent(self, request: str, decision: Decision, keys: Keys, *, tokens: int, now_s: float) -> None:
+        """The request went where the decision says. Until it ends the worker counts as occupied with it."""
+        worker = self._workers[decision.worker]
+        if not worker.waiting:
+            worker.since_s = now_s
+        chosen = decision.estimate
+        worker.waiting[request] = chosen.compute_s
+        worker.held += tokens
+        self._sent[request] = sent = _Sent(worker.number, tokens, tokens - chosen.reused)
+        worker.waiting_tokens += sent.computed
+        self._spread.sent(decision.key, worker.number, of=len(self._workers))
+        if not worker.events:
+            self._holders.add(worker.number, keys)
+
+    def first_token(self, request: str, *, now_s: float) -> None:
+        """Its prompt has been computed."""
+        sent, worker = self._of(request)
+        if sent is None or worker is None or sent.answered:
+            return
+        sent.answered = True
+        worker.waiting.pop(request, None)
+        worker.waiting_tokens -= sent.computed
+        worker.since_s = now_s
+        worker.running += 1
+        worker.context += sent.tokens
+
+    def finished(self, request: str, *, answer: int | None, now_s: float) -> None:
+        """It has ended, well or not; `answer`: its tokens, None where it was cut off."""
+        sent, worker = self._of(request)
+        if sent is None:
+            return
+        del self._sent[request]
+        if answer is not None:
+            self._answer += _USUAL_ANSWER * (answer - self._answer)
+        if worker is None:
+            return
+        worker.held -= sent.tokens
+        if sent.answered:
+            worker.running -= 1
+            worker.context -= sent.tokens
+        else:
+            if next(iter(worker.waiting)) == request:
+                worker.since_s = now_s
+            del worker.waiting[request]
+            worker.waiting_tokens -= sent.computed
+
+    def _of(self, request: str) -> tuple[_Sent | None, _Worker | None]:
+        sent = self._sent.get(request)
+        if sent is None:
+            return None, None
+        return sent, next((worker for worker in self._workers.values() if worker.number == sent.worker), None)
+
+    def _view(self, worker: _Worker, held: tuple[int, int, int], now_s: float) -> View:
+        memory, disk, pool = held
+        room = None if worker.kv_tokens is None else worker.kv_tokens - worker.held
+        return View(
+            worker.number,
+            worker.speeds,
+            memory=memory,
+            disk=disk,
+            pool=pool,
+            queued_s=worker.queued_s(now_s),
+            waiting=len(worker.waiting),
+            waiting_tokens=worker.waiting_tokens,
+            running=worker.running,
+            context=worker.context,
+            room=room,
+        )
+
+    def _rate(self, now_s: float) -> float:
+        """Return how many requests come in a second, of late."""
+        passed_s = now_s - self._arrivals[0]
+        return len(self._arrivals) / passed_s if passed_s > 0 else 0.0
+
+
+def _drained_s(view: View, tokens: int) -> float:
+    """Return how long until the worker has nothing queued: whoever comes before waits longer for each second put on."""
+    return view.queued_s + view.speeds.prefill_s(min(view.pool, tokens), tokens)

@@ -1,0 +1,58 @@
+"""Prefixes that many requests share and then leave: kept on several workers, so that none is the only one to answer them. Pure.
+
+Where a prompt's known part ends tells them apart. The turns of a session each end further on than the one before. Requests that
+have a system prompt in common all end at the same block, and that block's key is what is counted here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_KEPT = 4096  # keys; the least lately asked for goes first
+_ENOUGH = 4  # requests a worker, before anything is said
+_MOST = 1.6  # times the mean: what a worker may have of one prefix
+
+
+class Spread:
+    """Counts by key and worker, halved now and then so that what was goes by.
+
+    >>> spread = Spread()
+    >>> for _ in range(40):
+    ...     spread.sent(7, 0, of=4)
+    >>> [spread.allows(7, worker, of=4) for worker in range(4)]
+    [False, True, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[int, dict[int, float]] = OrderedDict()
+
+    def allows(self, key: int | None, worker: int, *, of: int) -> bool:
+        """Say whether the worker, one of `of`, may take one more request whose known part ends at `key`."""
+        counts = self._counts.get(key) if key is not None else None
+        if counts is None or of < 2:
+            return True
+        total = sum(counts.values())
+        return total < _ENOUGH * of or counts.get(worker, 0.0) + 1 <= _MOST * (total + 1) / of
+
+    def among(self, key: int | None, workers: Sequence[int]) -> list[int]:
+        """Return those of `workers` that may take it; all, where none may."""
+        return [worker for worker in workers if self.allows(key, worker, of=len(workers))] or list(workers)
+
+    def sent(self, key: int | None, worker: int, *, of: int) -> None:
+        """Such a request went to the worker."""
+        if key is None:
+            return
+        counts = self._counts.setdefault(key, {})
+        self._counts.move_to_end(key)
+        counts[worker] = counts.get(worker, 0.0) + 1
+        if sum(counts.values()) > 8 * _ENOUGH * of:
+            for one in counts:
+                counts[one] /= 2
+        if len(self._counts) > _KEPT:
+            self._counts.popitem(last=False)
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone."""
+        for counts in self._counts.values():
+            counts.pop(worker, None)
