@@ -219,13 +219,13 @@ class Theirs(Side):
         return {"n_predict": tokens, "cache_prompt": True, "id_slot": 0}
 
 
-def run(*, smoke: bool = False, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return seconds, round by round, of both, and where that was."""
+def run(*, smoke: bool = False, rounds: int = ROUNDS, file: Path | None = None) -> dict[str, Any]:
+    """Return seconds, round by round, of both, and where that was. `file`: another model than the demo's."""
     threads, rounds, answer = physical_cores(), 1 if smoke else rounds, 4 if smoke else ANSWER
     with tempfile.TemporaryDirectory(prefix="bench-", dir=benchmark_home()) as folder:
         home = Path(folder)
         models = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", "~/.cache/headstart/models")).expanduser()
-        file = fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
+        file = file or fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
         prompts = _prompts(file, tokens=300 if smoke else None)
         sides: dict[str, Side] = {"headstart": Ours(file, home), "llama_server": Theirs(file, home, threads=threads)}
         told: list[dict[str, dict[str, Any]]] = []

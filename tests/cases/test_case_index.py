@@ -38,6 +38,10 @@ FILES = {
     "meeting": "engine/torch/test_meeting.py",
     "scheduling": "engine/torch/test_scheduling.py",
     "many": "engine/torch/test_many_requests.py",
+    "llama": "engine/llama/test_llama_engine.py",
+    "llama disk": "engine/llama/test_llama_slow_disk.py",
+    "llama files": "engine/llama/test_llama_files.py",
+    "llama ranges": "engine/llama/test_llama_context.py",
     "slow disk": "engine/torch/test_slow_disk.py",
     "transfer": "transfer/test_load.py",
     "vllm pages": "vllm/test_pages.py",
@@ -102,6 +106,7 @@ C007  The whole digest of an image, and where it stands, reach every key that it
 C008  Bytes of one dtype are never read as another, nor a file under another key.
       s01 · test_another_dtype_is_never_read_as_this_one
       damage · test_damaged_at_rest_it_is_a_miss_that_is_counted_once_and_saved_anew
+      llama · test_other_kv_types_and_other_weights_find_nothing
 C009  Whatever changes the numbers changes the key; what only names does not.
       s06 · test_a_setting_that_changes_the_numbers_changes_the_architecture
       s06 · test_a_setting_that_only_names_changes_nothing
@@ -121,6 +126,7 @@ C014  Another layout of the engine's memory is another representation.
 C016  Sizes that disagree are a miss for that request, and for no other.
       s01 · test_a_view_with_buffers_of_the_wrong_size_is_refused_and_others_are_served
       loads · test_a_destination_of_the_wrong_size_fails_the_load_alone
+      llama ranges · test_bytes_of_other_tokens_and_damaged_ones_are_refused
 C017  A session that returns gets its own content, however much was evicted.
       s01 · test_returning_sessions_get_their_own_content
       verified · test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
@@ -157,6 +163,7 @@ C027  Nobody sees half of what is being written.
       s01 · test_a_second_reader_never_sees_half_of_what_a_writer_is_writing
 C029  A restore that failed spoils nothing else.
       s01 · test_a_changed_byte_anywhere_is_a_miss_from_there_and_spoils_nothing_else
+      llama · test_a_range_that_the_context_does_not_take_is_computed_while_the_rest_is_read
 C030  What is usable is the minimum over all layers.
       transfer · test_usable_is_the_minimum_over_layers_and_is_split_by_tier
 C033  What failed to load is computed, and the answer is the same.
@@ -164,6 +171,8 @@ C033  What failed to load is computed, and the answer is the same.
       s10 · test_the_tiny_model_gives_the_same_tokens_in_every_way
       prefix · test_a_load_that_fails_keeps_the_good_part_and_computes_the_rest
       vllm faults · test_200_requests_at_once_with_one_read_in_ten_failing_answer_as_plain_vllm_does
+      llama · test_wrong_bytes_on_disk_are_computed_instead
+      llama disk · test_what_a_failing_disk_does_not_bring_is_computed
 C035  No layer is attended before it was verified; a failure wakes everybody.
       s09 · test_a_layer_waited_for_is_right_and_so_are_all_before_it
       s09 · test_a_failure_wakes_everybody_who_waits
@@ -188,6 +197,7 @@ C042  Ranks agree on keys.
 C044  After a close or a kill everything is found, and nothing is written again.
       s05 · test_a_clean_restart_finds_everything_and_writes_nothing_again
       s05 · test_a_killed_process_loses_nothing_that_a_ticket_confirmed
+      llama · test_what_is_saved_when_the_engine_closes_is_there_afterwards
 C045  What is there at a start counts, whoever wrote it; what another version wrote is charged and stays.
       s04 · test_a_restart_counts_what_is_there
       s04 · test_another_representation_in_the_same_directory_is_counted_and_gives_way
@@ -229,6 +239,7 @@ C056  Files that are gone or replaced between match and load are a miss; what wa
       s08 · test_files_that_vanish_between_match_and_load_are_a_miss
       strangers · test_a_segment_that_is_replaced_while_it_is_known_is_lost
       sharing · test_an_extent_that_another_process_removed_is_not_called_corrupt
+      llama disk · test_a_device_that_fails_below_the_tier_costs_its_blocks_alone
 C058  A bad block is tried once, and found again once it was saved again.
       s08 · test_a_bad_block_is_tried_once_then_forgotten_until_it_is_saved_again
       flips · test_a_bit_changed_under_a_running_tier_costs_one_load_and_is_saved_anew
@@ -236,6 +247,8 @@ C059  A tier that hangs delays no request by more than its patience.
       s08 · test_a_writer_that_hangs_delays_no_match_and_no_load
       hanging · test_what_faster_tiers_have_counts_when_a_lookup_hangs
       vllm pages · test_a_read_that_hangs_ends_at_the_deadline_and_never_touches_a_page_again
+      llama disk · test_a_disk_that_hangs_elsewhere_holds_up_nobody
+      llama disk · test_a_disk_that_hangs_amid_a_read_holds_up_nobody
 C060  A load that failed is reported with what it lacks, and the engine computes it.
       vllm pages · test_a_read_that_fails_is_reported_with_the_blocks_that_lack_something
 C061  A load that fails ends by itself, with no other request there.
@@ -259,6 +272,7 @@ C072  A cap holds at every moment, for one big entry too, and counts everything.
 C076  A disk that is slower than computing is not read any more, and tried again after a while.
       slow disk · test_a_disk_that_is_slower_than_computing_is_left_alone_and_tried_again_after_a_minute
       meeting · test_a_load_that_does_not_come_is_overtaken
+      llama disk · test_a_disk_that_is_slower_than_computing_is_turned_round_left_alone_and_tried_again
 C077  Matching reads no payload.
       s02 · test_matching_reads_no_payload
 C079  No folder grows large.
@@ -312,10 +326,13 @@ C114  What can only go on from a state is a hit up to the latest one that was ke
       states · test_a_prompt_that_parts_between_two_states_goes_on_from_the_earlier_one
       s02 · test_where_states_are_needed_the_longest_prefix_ends_at_the_latest_one
       boundaries · test_where_prompts_were_seen_to_part_the_next_one_goes_on
+      llama · test_a_recurrent_model_goes_on_from_saved_points
 C116  What a model can do is known at the start: it is cached, runs without and says why, or is refused; nothing fails later.
       capabilities · test_what_can_be_cached_is
       capabilities · test_what_cannot_be_cached_runs_without_and_says_why
       capabilities · test_what_attends_across_two_texts_is_refused_in_a_sentence
+      llama · test_a_model_whose_states_do_not_come_back_is_served_without_a_cache
+      llama files · test_an_unknown_architecture_is_named
 C117  A prompt that is wholly stored leaves one token to compute.
       s02 · test_at_least_one_token_is_left_to_compute
 C119  Reading extends no promise and no ceiling.

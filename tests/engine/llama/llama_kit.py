@@ -69,7 +69,7 @@ def tell(engine: LlamaEngine, prompt: Sequence[int], max_tokens: int = 4, **more
     eventually(lambda: engine.load().kv_used_bytes == 0)
     answer = Telling()
     engine.submit(GenerationRequest("told", tuple(prompt), max_tokens, logprobs=20, **more), answer)
-    assert answer._ended.wait(400), "the request did not end"
+    assert answer._ended.wait(1500), "the request did not end"
     receipt_of(answer)
     return answer
 
@@ -81,7 +81,7 @@ def saved_by_one_that_is_killed(file: Path, directory: Path, prompts: Sequence[S
     child = spawning.Process(target=_save, args=(theirs, file, directory, prompts, engine))
     child.start()
     try:
-        assert ours.poll(500), "nothing was saved"
+        assert ours.poll(1800), "nothing was saved"
         assert ours.recv() == "saved"
     finally:
         child.kill()
@@ -95,7 +95,7 @@ def _save(done: Connection, file: Path, directory: Path, prompts: Sequence[Seque
     for prompt in prompts:
         answer = Answer()
         engine.submit(GenerationRequest("saved", tuple(prompt), 1), answer)
-        assert answer._ended.wait(400)
+        assert answer._ended.wait(1500)
         saved(engine)
     done.send("saved")
     done.recv()  # never: it is killed

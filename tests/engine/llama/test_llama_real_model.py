@@ -34,16 +34,17 @@ def file() -> Path:
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_a_hit_after_sigkill_is_what_computing_gives_to_the_bit(kv_type: str, file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, kv_type=kv_type, tokens=192, context=512, edges=(64, 128))
+    check(file, tmp_path, kv_type=kv_type, tokens=192, context=512, edges=(64, 128), ragged=True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_a_long_hit_after_sigkill_is_what_computing_gives_to_the_bit(kv_type: str, file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, kv_type=kv_type, tokens=7616, context=8192, edges=(64, 128, 4096, 7488))
+    check(file, tmp_path, kv_type=kv_type, tokens=7616, context=8192, edges=(64, 128, 4096, 7488), ragged=False)
 
 
-def check(file: Path, directory: Path, *, kv_type: str, tokens: int, context: int, edges: Sequence[int]) -> None:
+def check(file: Path, directory: Path, *, kv_type: str, tokens: int, context: int, edges: Sequence[int], ragged: bool) -> None:
+    """`ragged`: with a prompt that is not whole blocks as well, which is only as near as roundings are."""
     settings = {"kv_type": kv_type, "context": context, "kv_memory": f"{context * 30_000}", "max_running": 1}
     prompt = some_tokens(tokens, 1, WORDS)
     cache = {"memory": "0", "capacity": "1GiB"}
@@ -59,10 +60,11 @@ def check(file: Path, directory: Path, *, kv_type: str, tokens: int, context: in
             assert hit.logprobs == cold.logprobs
             saved(engine)
 
-        ragged = [*prompt[: edges[-1]], *some_tokens(25, 7, WORDS)]
-        cold, hit = tell(engine, ragged, use_cache=False), tell(engine, ragged)
-        assert receipt_of(hit).cached_disk_tokens == edges[-1]
-        scale = float(np.abs(engine.next_logits(ragged)).max())
-        assert same_tokens(engine.next_logits, ragged, cold.tokens, hit.tokens, tolerance=_NOISE * scale)
+        if ragged:
+            other = [*prompt[: edges[-1]], *some_tokens(25, 7, WORDS)]
+            cold, hit = tell(engine, other, use_cache=False), tell(engine, other)
+            assert receipt_of(hit).cached_disk_tokens == edges[-1]
+            scale = float(np.abs(engine.next_logits(other)).max())
+            assert same_tokens(engine.next_logits, other, cold.tokens, hit.tokens, tolerance=_NOISE * scale)
         assert engine.cache is not None
         assert engine.cache.check() == []

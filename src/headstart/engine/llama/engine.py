@@ -149,7 +149,7 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
     def warm_up(self) -> None:
         """Run some passes, so that the first request does not pay for what is made on first use; and learn how fast prompts
         are computed."""
-        rows = min(BLOCK_TOKENS, self.info.context_tokens // 2)
+        rows = max(1, min(BLOCK_TOKENS, self.info.context_tokens // 2))
 
         def run(kv: SequenceKV) -> None:
             for first in range(2):
