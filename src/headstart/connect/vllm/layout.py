@@ -62,6 +62,11 @@ def stored_groups(kv_cache_config: Any) -> Sequence[Any]:
         raise NotStored("this model has no KV cache")
     for number, group in enumerate(groups):
         names = {type(spec).__name__ for spec in _specs(group)}
+        if "MambaSpec" in names:
+            raise NotStored(
+                "this model has recurrent layers (MambaSpec), whose state vLLM has only where a step ended at a block's edge; KV of "
+                "its other layers is of no use without, and such states are not stored yet"
+            )
         if names - _KNOWN_SPECS:
             unknown = ", ".join(sorted(names - _KNOWN_SPECS))
             raise NotStored(f"this model keeps {unknown} beside plain KV, and one is of no use without the other")
