@@ -64,8 +64,8 @@ def stored_groups(kv_cache_config: Any) -> Sequence[Any]:
         names = {type(spec).__name__ for spec in _specs(group)}
         if "MambaSpec" in names:
             raise NotStored(
-                "this model has recurrent layers (MambaSpec), whose state vLLM has only where a step ended at a block's edge; KV of "
-                "its other layers is of no use without, and such states are not stored yet"
+                "this model has recurrent layers (MambaSpec), whose state vLLM has only where a step ended at a block's edge; "
+                "KV of its other layers is of no use without, and such states are not stored yet"
             )
         if names - _KNOWN_SPECS:
             unknown = ", ".join(sorted(names - _KNOWN_SPECS))
