@@ -46,4 +46,4 @@ export HEADSTART_MODELS_DIRECTORY="${HEADSTART_MODELS_DIRECTORY:-models}"
 test -f "$HEADSTART_MODELS_DIRECTORY/smollm2-135m/model.safetensors" ||
     "$bin/headstart" pull smollm2-135m --models-directory "$HEADSTART_MODELS_DIRECTORY"
 # vLLM's libraries warn of this and that: their warnings are no errors here.
-PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m vllm -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"
+PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m "${MARKS:-vllm and not soak}" -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"

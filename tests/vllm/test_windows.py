@@ -58,7 +58,7 @@ def gpt_oss() -> Any:
     )
 
 
-@pytest.fixture(params=[gemma_3, gpt_oss], ids=lambda made: made.__name__)
+@pytest.fixture(params=[gemma_3, pytest.param(gpt_oss, marks=pytest.mark.soak)], ids=lambda made: made.__name__)
 def windowed(request: pytest.FixtureRequest, tiny_model_folder: Any, tmp_path: Path) -> Path:
     """A random model."""
     torch.manual_seed(1)
