@@ -31,6 +31,7 @@ from headstart.tier.disk.records import (
 )
 
 TOKENS = 131_072
+MEMORY = ((16, 10_000_000), (4, 10_000_000), (1, 1_000_000))  # blocks an extent, blocks
 _CHILD = "import sys; from benchmarks.{1} import {0}; {0}(*sys.argv[1:])"
 
 
@@ -41,7 +42,10 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=home) as folder:
         return {
             "where": where_it_ran(Path(folder)),
-            "memory": [_memory(100_000 if smoke else 10_000_000, extent_blocks) for extent_blocks in (16, 4, 1)],
+            "memory": [
+                child("measure_memory", str(100_000 if smoke else blocks), str(extent_blocks))
+                for extent_blocks, blocks in MEMORY
+            ],
             "pauses": child("measure_pauses", str(blocks)),
             "blocks": blocks,
             "match": _match(Path(folder), blocks, 20 if smoke else 200),
@@ -50,24 +54,20 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    rows = ["| blocks an extent | index and books, bytes a block | in the middle of packing |", "|---|---|---|"]
+    rows = ["| blocks | blocks an extent | index and books, bytes a block | at most while packing |", "|---|---|---|---|"]
     for one in result["memory"]:
-        rows.append(f"| {one['extent_blocks']} | {one['bytes']:.1f} | {one['bytes_packing']:.1f} |")
+        rows.append(f"| {one['blocks']:,} | {one['extent_blocks']} | {one['bytes']:.1f} | {one['bytes_packing']:.1f} |")
     pauses = result["pauses"]
     rows += [
         "",
-        f"{result['memory'][0]['blocks']:,} blocks, as memory grew by them. Longest time under the books' lock for "
-        f"one extent, up to {pauses['blocks']:,} blocks: {pauses['added_ms']:.1f} ms to add it, {pauses['removed_ms']:.1f} "
-        "ms to remove it (CPU time of the thread).",
+        "Bytes are those by which the process grew. Longest time under the books' lock for one extent, up to "
+        f"{pauses['blocks']:,} blocks: {pauses['added_ms']:.1f} ms to add it, {pauses['removed_ms']:.1f} ms to remove it "
+        "(CPU time of the thread).",
     ]
     rows += ["", f"| {TOKENS:,} tokens matched, hashing included | best | median |", "|---|---|---|"]
     for one in result["match"]:
         rows.append(f"| {one['what']} | {one['best_ms']:.2f} ms | {one['median_ms']:.2f} ms |")
     return "\n".join(rows)
-
-
-def _memory(blocks: int, extent_blocks: int) -> dict[str, Any]:
-    return child("measure_memory", str(blocks), str(extent_blocks))
 
 
 def _match(folder: Path, blocks: int, rounds: int) -> Any:
@@ -106,12 +106,13 @@ def measure_memory(blocks: str, extent_blocks: str) -> None:
     before = _resident_bytes()
     books = _filled(total, each)
     bytes_a_block = (_resident_bytes() - before) / books.blocks
-    # Remove and add until a pass is under way: a second table is there, and an eighth of the rows is dead.
+    # Remove until a pass has begun and is over: meanwhile a second table is there, and some of the rows are dead.
     index = next(iter(books._indexes.values()))
-    going = iter(order)
-    while index._old is None:
+    going, begun, worst = iter(order), False, 0.0
+    while not begun or index._old is not None:
         _remove(books, [_name(int(next(going))) for _ in range(16)])
-    worst = (_resident_bytes() - before) / books.blocks
+        begun = begun or index._old is not None
+        worst = max(worst, (_resident_bytes() - before) / books.blocks)
     print(
         json.dumps(
             {"extent_blocks": each, "blocks": total, "bytes": bytes_a_block, "bytes_packing": worst, "index": index.nbytes}

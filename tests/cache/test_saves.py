@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from asyncio import CancelledError
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from threading import Barrier, Event
+from threading import Barrier, Event, current_thread
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,25 @@ def test_a_full_queue_drops_the_save_and_says_so_at_once() -> None:
         assert [ticket.wait(TIMEOUT_S).reason for ticket in (first, second)] == [None, None]
         assert cache.statistics().counters["save_dropped_queue-full"] == 1
         assert save(cache, prompt(128, seed=2)).stored_tokens == 128  # room again
+
+
+def test_whoever_saves_into_a_full_queue_waits_for_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing: list[str] = []
+    real = saver_module.chain_keys
+    monkeypatch.setattr(
+        saver_module, "chain_keys", lambda *args, **kwargs: (hashing.append(current_thread().name), real(*args, **kwargs))[1]
+    )
+    tier = FaultyTier(MemoryTier(8 << 20), Fault("write", "stall", times=1))
+    with cache_of(tier, save_queue_bytes=1) as cache:
+        tickets = [cache.save(prompt(640, seed=seed).tokens, prompt(640, seed=seed)) for seed in range(2)]
+        assert tier.stalled.wait(TIMEOUT_S)
+        refused = [cache.save(prompt(640, seed=seed).tokens, prompt(640, seed=seed)) for seed in range(2, 80)]
+        assert {ticket.wait(0.0).reason for ticket in refused} == {"queue-full"}
+        assert set(hashing) == {"save"}
+        tier.heal()
+        assert [ticket.wait(TIMEOUT_S).reason for ticket in tickets] == [None, None]
+        fates = cache.fates(prompt(640, seed=79).keys, at_s=time.time())  # the latest ones are remembered
+        assert [fate.by for fate in fates] == ["queue-full"] * 10
 
 
 @pytest.mark.parametrize("representation", [TINY, OPAQUE], ids=["tiny", "opaque"])

@@ -20,6 +20,7 @@ from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.tier.base import ExtentId
 from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier, RealDisk
+from headstart.tier.lookup_thread import Patience
 from headstart.tier.memory import MemoryTier
 
 PIECE = TINY.piece_tokens
@@ -148,10 +149,10 @@ def test_a_state_on_a_device_whose_reads_hang_is_not_counted_on(monkeypatch: pyt
     for first in (0, 1):
         assert tier.write(kv.image(first, 1, state_bytes=STATE_BYTES), STATEFUL).stored
     source = Source(tier, counters=Counters(), patience_s=20.0)
-    hung = source.locate(STATEFUL.digest, kv.keys, deadline=time.monotonic() + 20)
+    hung = source.locate(STATEFUL.digest, kv.keys, Patience(20.0))
     assert hung is not None
     monkeypatch.setattr(source.pool_of(ExtentId(int(hung.extents[1]))), "stalled_s", lambda: 100.0)
-    found = source.locate(STATEFUL.digest, kv.keys, deadline=time.monotonic() + 20, longest_read_s=50.0)
+    found = source.locate(STATEFUL.digest, kv.keys, Patience(20.0), longest_read_s=50.0)
     assert found is not None
     assert found.states is not None
     assert found.extents.tolist() == found.states.tolist() == [hung.extents[0], -1]

@@ -17,6 +17,7 @@ from headstart.cache.lookup import Boundary, Pieces, Run, last_boundary, longest
 from headstart.cache.source import Source
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId
+from headstart.tier.lookup_thread import Patience
 
 _TRIES = 8  # to lease what ends with a state, while others remove it
 
@@ -46,14 +47,14 @@ class Finder:
         self._longest_read_s = longest_read_s
         self._counters = counters
 
-    def find(self, keys: Sequence[BlockKey], *, deadline: float) -> Found:
-        """Return the longest prefix of whole pieces that can be had, leased. `deadline` (monotonic) is for each answer."""
+    def find(self, keys: Sequence[BlockKey], patience: Patience) -> Found:
+        """Return the longest prefix of whole pieces that can be had, leased. `patience` is for all answers together."""
         if not keys:
             return Found()
-        located = self._locate(keys, deadline)
-        return self._to_a_state(located, deadline) if self._with_state else self._protect(longest_prefix(located), deadline)
+        located = self._locate(keys, patience)
+        return self._to_a_state(located, patience) if self._with_state else self._protect(longest_prefix(located), patience)
 
-    def _locate(self, keys: Sequence[BlockKey], deadline: float) -> list[tuple[int, Pieces]]:
+    def _locate(self, keys: Sequence[BlockKey], patience: Patience) -> list[tuple[int, Pieces]]:
         """Ask the tiers where the pieces lie, each only from the first piece on that no faster one has; where states count, all
         of it, since a slower one may have a state where a faster one has but the blocks."""
         per_piece = self._representation.blocks_per_piece
@@ -66,18 +67,16 @@ class Finder:
             if covered.all() and (not self._with_state or _reaches(found, len(covered))):
                 break
             start = 0 if self._with_state else int(np.argmin(covered))
-            placement = source.locate(
-                self._digest, keys[start * per_piece :], deadline=deadline, longest_read_s=self._longest_read_s
-            )
+            placement = source.locate(self._digest, keys[start * per_piece :], patience, longest_read_s=self._longest_read_s)
             if placement is not None:
                 pieces = pieces_of(placement, blocks_per_piece=per_piece, excluded=source.quarantine.avoided())
                 found.append((number, pieces))
                 covered[start:] |= pieces.extents >= 0
         return found
 
-    def _protect(self, runs: Sequence[Run], deadline: float) -> Found:
+    def _protect(self, runs: Sequence[Run], patience: Patience) -> Found:
         """Lease every extent of `runs`; those that are gone by now shorten the match."""
-        held, gone = self._lease(((run.tier, run.extent) for run in runs), deadline)
+        held, gone = self._lease(((run.tier, run.extent) for run in runs), patience)
         if not gone:
             return Found(list(runs), held)
         good = list(runs[: next(i for i, run in enumerate(runs) if (run.tier, run.extent) in gone)])
@@ -87,7 +86,7 @@ class Finder:
             held[number] = [extent for extent in extents if (number, extent) in needed]
         return Found(good, held)
 
-    def _to_a_state(self, located: list[tuple[int, Pieces]], deadline: float) -> Found:
+    def _to_a_state(self, located: list[tuple[int, Pieces]], patience: Patience) -> Found:
         """Lease what lies before the latest state that can be had, and the state; what is gone by now is done without."""
         for _ in range(_TRIES):
             runs = longest_prefix(located)
@@ -96,7 +95,7 @@ class Finder:
             if boundary is None:
                 return Found(beyond=there)
             runs = part_of(runs, 0, boundary.pieces)
-            held, gone = self._lease([*((run.tier, run.extent) for run in runs), (boundary.tier, boundary.extent)], deadline)
+            held, gone = self._lease([*((run.tier, run.extent) for run in runs), (boundary.tier, boundary.extent)], patience)
             if not gone:
                 return Found(runs, held, boundary, there - boundary.pieces)
             for number, extents in held.items():
@@ -105,7 +104,7 @@ class Finder:
         return Found()
 
     def _lease(
-        self, wanted: Iterable[tuple[int, ExtentId]], deadline: float
+        self, wanted: Iterable[tuple[int, ExtentId]], patience: Patience
     ) -> tuple[dict[int, list[ExtentId]], set[tuple[int, ExtentId]]]:
         """Lease extents, each once; return those that are held by source number, and those that are gone."""
         by_source: dict[int, dict[ExtentId, None]] = {}
@@ -115,7 +114,7 @@ class Finder:
         gone: set[tuple[int, ExtentId]] = set()
         for number, some in by_source.items():
             extents = list(some)
-            kept = self._sources[number].lease(extents, deadline=deadline)
+            kept = self._sources[number].lease(extents, patience)
             held[number] = [extent for extent, ok in zip(extents, kept, strict=True) if ok]
             gone |= {(number, extent) for extent, ok in zip(extents, kept, strict=True) if not ok}
         return held, gone

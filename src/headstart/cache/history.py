@@ -2,8 +2,8 @@
 
     save submitted ──▶ pending ──▶ stored, up to some block │ refused from there on: "full", "budget", "queue-full" …
 
-Of a save the names of its blocks are kept, 8 bytes each. They are made when the save ends, or when somebody asks before that:
-whoever submits must not wait for a hash.
+Of a save the names of its blocks are kept, 8 bytes each. They are made by `name_ended`, which the saver's thread calls between
+two saves, or when somebody asks before that: whoever submits must not wait for a hash, also where the save is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headstart.cache.ticket import SaveResult, Ticket
 
 _MOST_SAVES = 4096
 _MOST_BLOCKS = 1 << 18
+_MOST_UNNAMED = 64  # each keeps its tokens
 _NAME_BYTES = 8
 Names = npt.NDArray[np.uint64]
 
@@ -43,11 +44,12 @@ class SaveHistory:
         self._most_blocks = most_blocks
         self._lock = Lock()
         self._saves: deque[_Save] = deque()  # oldest first
+        self._unnamed: deque[_Save] = deque()  # that ended, and are not counted yet
         self._blocks = 0
 
     def add(self, ticket: Ticket, keys_of: Callable[[], Sequence[BlockKey]], *, own_tokens: int) -> None:
-        """Note a save that is about to be submitted. `keys_of` is called at most once; its first `own_tokens` tokens were in an
-        earlier save of the same request."""
+        """Note a save that is about to be submitted. `keys_of` is called at most once, maybe after the source has been let go;
+        its first `own_tokens` tokens were in an earlier save of the same request."""
         save = _Save(time.time(), keys_of, own_tokens // BLOCK_TOKENS)
         with self._lock:
             self._saves.append(save)
@@ -74,16 +76,26 @@ class SaveHistory:
                     fates[first + place] = save.fate(inside + place, at_s)
         return fates
 
-    def _end(self, save: _Save, result: SaveResult) -> None:
-        save.end(result)
+    def name_ended(self) -> None:
+        """Make the names of the saves that ended, and forget the oldest ones where there are too many."""
         with self._lock:
-            self._blocks += len(save.names())
+            ended, self._unnamed = self._unnamed, deque()
+        blocks = sum(len(save.names()) for save in ended)
+        with self._lock:
+            self._blocks += blocks
             while self._saves and (len(self._saves) > self._most_saves or self._blocks > self._most_blocks):
                 gone = self._saves[0]
-                if gone.ended_s is None:
-                    break  # it is counted when it ends
+                if gone.ended_s is None or gone in self._unnamed:
+                    break  # it is counted later
                 self._blocks -= len(gone.names())
                 self._saves.popleft()
+
+    def _end(self, save: _Save, result: SaveResult) -> None:
+        with self._lock:
+            save.end(result)
+            self._unnamed.append(save)
+            if len(self._unnamed) > _MOST_UNNAMED:
+                self._saves.remove(self._unnamed.popleft())
 
 
 class _Save:
@@ -102,11 +114,10 @@ class _Save:
         with self._making:
             if self._keys_of is not None:
                 self._names = _names(self._keys_of()[self._own_blocks :])
-                self._keys_of = None  # with the tokens, and the memory that they were saved from
+                self._keys_of = None  # with the tokens
             return self._names
 
     def end(self, result: SaveResult) -> None:
-        self.names()
         self._stored_blocks = result.stored_tokens // BLOCK_TOKENS - self._own_blocks
         self._reason = result.reason
         self.ended_s = time.time()

@@ -42,6 +42,7 @@ from headstart.errors import StoreError
 from headstart.events import Publisher
 from headstart.metrics import Counters
 from headstart.tier.base import DEFAULT_TERMS, Problem, Terms, Tier, TierStatistics
+from headstart.tier.lookup_thread import Patience
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.plan import Prompt
 
@@ -167,7 +168,7 @@ class PrefixCache:
         found = Found()
         if not self._forked:
             if not self._closed:
-                found = self._finder.find(keys, deadline=time.monotonic() + self._match_timeout_s)
+                found = self._finder.find(keys, Patience(self._match_timeout_s))
             if ahead:
                 self._counters.add("match_ahead_calls")
             else:

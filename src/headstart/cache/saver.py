@@ -104,7 +104,7 @@ class Saver:
         """Queue a save, or return a ticket that is done already, with the reason."""
         ticket = Ticket()
         if not request.memory_only:
-            self.history.add(ticket, partial(_keys_of, request), own_tokens=request.own_tokens)
+            self.history.add(ticket, _keys_of(request), own_tokens=request.own_tokens)
         nbytes = len(request.tokens) * (self._representation.bytes_per_token or self._builder.largest_bytes_per_token)
         nbytes += sum(state.nbytes for state in request.states.values())
         with self._condition:
@@ -184,6 +184,7 @@ class Saver:
                 self._counters.add(f"save_dropped_{result.reason}")
             self._counters.add("saved_bytes", result.written_bytes)
             ticket.finish(result)
+            self.history.name_ended()
             del request, ticket  # an idle thread keeps no source alive
 
     def _tend(self) -> float:
@@ -208,7 +209,7 @@ class Saver:
             source.quarantine.delete_corrupt()
 
     def _save(self, request: SaveRequest) -> SaveResult:
-        keys = _keys_of(request)
+        keys = _keys_of(request)()
         state_bytes = max((state.nbytes for state in request.states.values()), default=0)
         targets = [_Target(source) for source in self._sources if source.tier.trusted or not request.memory_only]
         try:
@@ -377,8 +378,10 @@ class Saver:
         )
 
 
-def _keys_of(request: SaveRequest) -> list[BlockKey]:
-    return chain_keys(
+def _keys_of(request: SaveRequest) -> Callable[[], list[BlockKey]]:
+    """Return what makes the keys of a save, and holds nothing else of it."""
+    return partial(
+        chain_keys,
         request.tokens,
         root=request.root,
         salt=request.salt,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headstart.cache.faults import Quarantine, counted
 from headstart.metrics import Counters
 from headstart.tier.base import ExtentId, LanedTier, Placement, Tier
-from headstart.tier.lookup_thread import Late, LookupThread
+from headstart.tier.lookup_thread import Late, LookupThread, Patience
 from headstart.transfer.io_pool import IOPool
 
 _READ_THREADS = 16  # a disk's rate at requests of some hundred KB takes that depth
@@ -74,11 +74,11 @@ class Source:
         return stalled or (self._lookups is not None and self._lookups.stuck)
 
     def locate(
-        self, representation: bytes, keys: Sequence[bytes], *, deadline: float, longest_read_s: float = float("inf")
+        self, representation: bytes, keys: Sequence[bytes], patience: Patience, *, longest_read_s: float = float("inf")
     ) -> Placement | None:
         """Return where the keys lie, less what lies on a device on which a read is overdue; None if the tier fails, or does
-        not say so by `deadline` (monotonic)."""
-        placement = self._ask("locate", lambda: self.tier.locate(representation, keys), deadline, late="match_timed_out")
+        not say so in time."""
+        placement = self._ask("locate", lambda: self.tier.locate(representation, keys), patience, late="match_timed_out")
         if placement is None or self._laned is None:
             return placement
         with self._pools_lock:
@@ -94,21 +94,20 @@ class Source:
         states = None if placement.states is None else answering(placement.states)
         return Placement(answering(placement.extents), placement.positions, states)
 
-    def lease(self, extents: Sequence[ExtentId], *, deadline: float) -> list[bool]:
-        """Protect extents; False for those that are gone, and for all if the tier fails or the deadline passes."""
+    def lease(self, extents: Sequence[ExtentId], patience: Patience) -> list[bool]:
+        """Protect extents; False for those that are gone, and for all if the tier fails or patience runs out."""
 
         def undo(kept: Sequence[bool]) -> None:
             with counted(self.counters, self.tier, "release"):
                 self.tier.release([extent for extent, ok in zip(extents, kept, strict=True) if ok])
 
-        kept = self._ask("lease", lambda: self.tier.lease(extents), deadline, late="match_timed_out", undo=undo)
+        kept = self._ask("lease", lambda: self.tier.lease(extents), patience, late="match_timed_out", undo=undo)
         return [False] * len(extents) if kept is None else kept
 
     def release(self, extents: Sequence[ExtentId]) -> None:
         """Let extents go; where the medium hangs, once it answers again."""
         if extents:
-            deadline = time.monotonic() + self._patience_s
-            self._ask("release", lambda: self.tier.release(extents), deadline, late="release_timed_out")
+            self._ask("release", lambda: self.tier.release(extents), Patience(self._patience_s), late="release_timed_out")
 
     def close(self, deadline: float, *, tier_too: bool) -> None:
         """End the threads and close the tier, unless that is left as it is. What hangs beyond `deadline` is left behind."""
@@ -117,7 +116,7 @@ class Source:
         for pool in self._all_pools():
             pool.close(max(0.0, deadline - time.monotonic()))
         if tier_too:
-            self._ask("close", self.tier.close, deadline, late="close_timed_out")
+            self._ask("close", self.tier.close, Patience(deadline - time.monotonic()), late="close_timed_out")
         if self._lookups is not None:
             self._lookups.close(deadline - time.monotonic())
 
@@ -126,13 +125,13 @@ class Source:
             return list(self._pools.values())
 
     def _ask(
-        self, verb: str, work: Callable[[], T], deadline: float, *, late: str, undo: Callable[[T], None] | None = None
+        self, verb: str, work: Callable[[], T], patience: Patience, *, late: str, undo: Callable[[T], None] | None = None
     ) -> T | None:
         with counted(self.counters, self.tier, verb):
             if self._lookups is None:
                 return work()
             try:
-                return self._lookups.ask(work, patience_s=deadline - time.monotonic(), undo=undo)
+                return self._lookups.answer(self._lookups.hand_over(work), patience, undo=undo)
             except Late:
                 self.counters.add(f"{late}_{self.tier.name}")
         return None

@@ -6,6 +6,7 @@ brought is then undone. While any of it is under way the thread is `stuck`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
+
+_STEPS = 32  # a pause costs such a part of all patience at most
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -22,6 +25,29 @@ class Late(Exception):
     """No answer within the caller's patience."""
 
 
+class Patience:
+    """How long somebody waits for answers, for all of them together.
+
+    It runs out by short waits, each of which counts as what it was meant to take: where the processors are all taken, whoever
+    waits is woken late, and whoever is asked cannot run either. A busy machine is no silent medium."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s = max(0.0, seconds)
+        self._step_s = self._left_s / _STEPS
+
+    def wait(self, future: Future[T]) -> T:
+        """Return what a future brings, or raise what it raises; TimeoutError once patience has run out."""
+        while not future.done() and self._left_s > 0.0:
+            step_s, begun_s = min(self._step_s, self._left_s), time.monotonic()
+            try:
+                future.exception(step_s)
+            except TimeoutError:
+                self._left_s -= step_s
+            else:
+                self._left_s -= min(step_s, time.monotonic() - begun_s)
+        return future.result(0.0)
+
+
 class LookupThread:
     """A daemon thread named after its tier. Safe from many threads; `close` twice is fine."""
 
@@ -29,6 +55,7 @@ class LookupThread:
         self._lock = Lock()
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._late = 0  # pieces of work that nobody waits for any more and that have not ended
+        self._late_since_s = math.inf  # when the first of them was given up
         self._ended = False
         self._thread = Thread(target=self._run, name=f"{name}-lookup", daemon=True)
         self._thread.start()
@@ -37,10 +64,16 @@ class LookupThread:
     def stuck(self) -> bool:
         return self._late > 0
 
+    @property
+    def stuck_s(self) -> float:
+        """For how long it has been stuck; 0 where it is not."""
+        with self._lock:
+            return max(0.0, time.monotonic() - self._late_since_s)
+
     def ask(self, work: Callable[[], T], *, patience_s: float, undo: Callable[[T], None] | None = None) -> T:
-        """Return what `work` returns, or raise what it raises. Raises Late after `patience_s`, at once while the thread is
+        """Return what `work` returns, or raise what it raises. Raises Late when patience runs out, at once while the thread is
         stuck; what late work returns goes to `undo`. After `close` the caller's own thread does the work."""
-        return self.answer(self.hand_over(work), patience_s=patience_s, undo=undo)
+        return self.answer(self.hand_over(work), Patience(patience_s), undo=undo)
 
     def hand_over(self, work: Callable[[], T]) -> Future[T]:
         """Have work done without waiting for it; `answer` waits."""
@@ -53,15 +86,16 @@ class LookupThread:
             _do(future, work)
         return future
 
-    def answer(self, future: Future[T], *, patience_s: float, undo: Callable[[T], None] | None = None) -> T:
+    def answer(self, future: Future[T], patience: Patience, *, undo: Callable[[T], None] | None = None) -> T:
         """Return what handed-over work brings, as `ask` does."""
         try:
-            return future.result(0.0 if self.stuck else max(0.0, patience_s))
+            return (_NONE if self.stuck else patience).wait(future)
         except TimeoutError:
             if future.done():  # the error is the work's own, or it ended just now
                 return future.result()
         with self._lock:
             self._late += 1
+            self._late_since_s = min(self._late_since_s, time.monotonic())
         future.add_done_callback(partial(self._came_late, undo))
         raise Late
 
@@ -90,6 +124,11 @@ class LookupThread:
             undo(future.result())
         with self._lock:
             self._late -= 1
+            if not self._late:
+                self._late_since_s = math.inf
+
+
+_NONE = Patience(0.0)
 
 
 def ask_apart(work: Mapping[K, Callable[[], T]], *, patience_s: float) -> dict[K, T | Exception]:
@@ -97,11 +136,11 @@ def ask_apart(work: Mapping[K, Callable[[], T]], *, patience_s: float) -> dict[K
     what took longer, whose thread is left behind. For whoever has no threads of their own yet."""
     threads = {key: LookupThread("once") for key in work}
     futures = {key: threads[key].hand_over(one) for key, one in work.items()}
-    deadline = time.monotonic() + patience_s
+    patience = Patience(patience_s)
     answers: dict[K, T | Exception] = {}
     for key, future in futures.items():
         try:
-            answers[key] = threads[key].answer(future, patience_s=deadline - time.monotonic())
+            answers[key] = threads[key].answer(future, patience)
         except Exception as error:  # noqa: BLE001 - whoever asked says which of them it can answer
             answers[key] = error
         threads[key].close(0.0)

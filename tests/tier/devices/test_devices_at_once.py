@@ -19,12 +19,6 @@ from headstart.tier.devices.listing import read_list
 from headstart.tier.disk import DiskTier
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not turn a hit into a miss."""
-    monkeypatch.setattr("headstart.tier.devices.asking.LOOKUP_PATIENCE_S", 20.0)
-
-
 def test_devices_that_are_added_at_once_are_all_added(tmp_path: Path) -> None:
     DiskTier.open(tmp_path / "a", capacity_bytes=1 << 20).close()
     names = [f"d{n}" for n in range(6)]

@@ -20,12 +20,6 @@ from headstart.tier.devices.listing import decode_list, read_list
 from headstart.tier.disk.directory import DEVICES
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not make a device look as if it did not answer."""
-    monkeypatch.setattr("headstart.tier.devices.asking.LOOKUP_PATIENCE_S", 20.0)
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Set:
     return Set(tmp_path, ["a", "b"])

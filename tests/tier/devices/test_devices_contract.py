@@ -12,12 +12,6 @@ from headstart.testing.tier_contract import TierContract
 from headstart.tier.base import Tier
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not make a device look as if it did not answer."""
-    monkeypatch.setattr("headstart.tier.devices.asking.LOOKUP_PATIENCE_S", 20.0)
-
-
 class _Devices(TierContract):
     persistent = True
     names: tuple[str, ...]

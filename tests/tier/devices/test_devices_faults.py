@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from threading import Event
 
 import pytest
 from devices_kit import Set, device, on, whole, write
 
-from headstart.errors import TierUnavailable
+from headstart.errors import StoreError, TierUnavailable
 from headstart.testing.fake_kv import STATE_BYTES, STATEFUL, TINY
 from headstart.testing.faulty_disk import DiskFault
 from headstart.testing.tier_contract import located, prompt
 from headstart.tier.base import ExtentId, ReadRange
 from headstart.tier.devices import device as device_module
+from headstart.tier.lookup_thread import Patience
 
 FAILS = [DiskFault("read", "eio"), DiskFault("write", "eio"), DiskFault("probe", "eio"), DiskFault("open", "eio")]
 
@@ -172,6 +174,25 @@ def test_a_device_that_hangs_in_a_lookup_does_not_make_the_tier_look_hung(two: S
     two.disks["a"].heal()
     device(tier, "a").lookups.hand_over(lambda: None).result(20)
     assert [on(tier, prompt(4, seed=seed)) for seed in range(4)] == before
+    tier.close()
+
+
+def test_a_lookup_that_is_late_stops_no_write_until_it_is_very_late(two: Set, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = two.open()
+    a, ends = device(tier, "a"), Event()
+    monkeypatch.setattr(device_module, "SILENT_S", 600.0)
+    late = a.look_up(lambda _: ends.wait(30))
+    with pytest.raises(StoreError, match="does not answer"):
+        a.answer_of(late, Patience(0.0))
+    assert not a.answers
+    device(tier, "b").refuse()
+    write(tier, prompt(4))
+    monkeypatch.setattr(device_module, "SILENT_S", 1e-9)
+    assert tier.write(prompt(4, seed=1).image(), TINY).reason == "stopped"
+    ends.set()
+    a.lookups.hand_over(lambda: None).result(20)
+    write(tier, prompt(4, seed=1))
+    assert on(tier, prompt(4)) == on(tier, prompt(4, seed=1)) == ["a"] * 4
     tier.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from devices_kit import Set, device
 
 from headstart.cache.prefix_cache import PrefixCache
@@ -13,12 +12,6 @@ from headstart.testing.round_trip import load, save
 from headstart.testing.tier_contract import prompt, read
 from headstart.tier.base import ExtentId, Tier
 from headstart.tier.devices import DeviceTier, drain_device
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not turn a hit into a miss."""
-    monkeypatch.setattr("headstart.tier.devices.asking.LOOKUP_PATIENCE_S", 20.0)
 
 
 def states(tier: Tier, kv: FakeKV) -> dict[int, ExtentId]:

@@ -16,7 +16,7 @@ from truth_kit import open_cache, prompt, until
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
-from headstart.tier.disk import DiskTier
+from headstart.tier.disk import DiskTier, recovery
 from headstart.tier.disk.door import RealDisk
 
 CAPACITY = 16 << 20
@@ -225,6 +225,19 @@ def test_damaged_while_it_is_open_it_is_a_miss_that_is_counted_once_and_saved_an
         harm = damage(root)
         if harm.running is not None:
             _check(cache, tier, harm.served, harm.running)
+    _check_again(root)
+
+
+def test_where_files_are_many_one_that_was_swapped_is_found_by_whoever_first_reads_in_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a thousand files to look at their headers takes longer than all the rest of a start."""
+    monkeypatch.setattr(recovery, "_MANY", 1)
+    harm = segments_swapped(root)
+    cache, tier = open_cache(root, TINY, capacity_bytes=CAPACITY)
+    with cache:
+        _check(cache, tier, harm.served, {"segments_lost": 1, "segments_dropped": 0})
+        assert tier.check() == []
     _check_again(root)
 
 

@@ -12,6 +12,7 @@ from disk_kit import Clock, extent_of, found, image, save
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.faulty_disk import DiskFaultKind, FaultyDisk, ProcessDied
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Handle
 from headstart.tier.disk.records import Record
 from headstart.tier.disk.removal import give_back_left
@@ -236,3 +237,32 @@ def test_where_holes_bring_nothing_back_they_are_not_made_again_and_again(clock:
     assert disk.calls["punch"] == punched
     assert found(tier, inside) == {inside[0]}
     tier.close()
+
+
+@pytest.mark.parametrize("act", ["check", "save"])
+def test_what_a_process_died_over_writing_goes_with_the_next_check_or_save_of_one_that_lives(clock: Clock, act: str) -> None:
+    disk = CrashDisk()
+    living = open_tier(disk, clock)
+    dying = Dying(disk, "rename")
+    with pytest.raises(ProcessDied):
+        open_tier(dying, clock)
+    dying.bury()
+    assert [path for path in disk.files() if path.suffix == ".tmp"]
+    assert save(living, 1) if act == "save" else living.check() == []
+    assert [path for path in disk.files() if path.suffix == ".tmp"] == []
+    assert living.check() == []
+    living.close()
+
+
+def test_what_a_living_process_is_still_writing_stays(clock: Clock) -> None:
+    disk = CrashDisk()
+    living = open_tier(disk, clock)
+    path, handle = Directory(disk, ROOT).create_temporary(ROOT / "journals")
+    living._store.marker.unsure = True
+    assert save(living, 1)
+    assert living.check() == []
+    assert path in disk.files()
+    disk.unlink(path)
+    disk.close(handle)
+    assert living.check() == []
+    living.close()

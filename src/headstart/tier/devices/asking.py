@@ -8,7 +8,6 @@ A device that fails or is late costs what it has, and a counter.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from headstart.tier.base import ExtentId, ExtentInfo, Placement
 from headstart.tier.devices.device import LOOKUP_PATIENCE_S, Device
 from headstart.tier.devices.members import Members
 from headstart.tier.disk import DiskTier
+from headstart.tier.lookup_thread import Patience
 
 _SERIAL_SHIFT = 52
 
@@ -74,12 +74,20 @@ class Asking:
                 groups.setdefault(device, []).append((place, inner))
         return groups
 
-    def locate(self, representation: bytes, keys: Sequence[bytes], devices: Sequence[Device]) -> Placement:
+    def locate(
+        self,
+        representation: bytes,
+        keys: Sequence[bytes],
+        devices: Sequence[Device],
+        *,
+        patience_s: float = LOOKUP_PATIENCE_S,
+    ) -> Placement:
         extents = np.full(len(keys), -1, np.int64)
         positions = np.zeros(len(keys), np.int32)
         states: npt.NDArray[np.int64] | None = None
         asked = [device for device in devices if device.answers]
-        answers = self.look_up({device: lambda tier: tier.locate(representation, keys) for device in asked}, "locate")
+        work = {device: lambda tier: tier.locate(representation, keys) for device in asked}
+        answers = self.look_up(work, "locate", patience_s=patience_s)
         # Where two have a block: not from one that is about to leave, and rather from one that is not busy.
         for device in sorted(answers, key=lambda device: (device.state != "active", device.reading.under_way)):
             found = answers[device]
@@ -98,15 +106,16 @@ class Asking:
         verb: str,
         *,
         undo: Callable[[Device, T], None] | None = None,
+        patience_s: float = LOOKUP_PATIENCE_S,
     ) -> dict[Device, T]:
         """Ask devices side by side; return what those said that did not fail and were not late."""
         futures: dict[Device, Future[T]] = {device: device.look_up(ask) for device, ask in work.items()}
-        deadline = time.monotonic() + LOOKUP_PATIENCE_S
+        patience = Patience(patience_s)
         answers: dict[Device, T] = {}
         for device, future in futures.items():
             late = None if undo is None else partial(undo, device)
             with self._counted(device, verb):
-                answers[device] = device.answer_of(future, deadline=deadline, undo=late)
+                answers[device] = device.answer_of(future, patience, undo=late)
         return answers
 
     def change(self, device: Device, work: Callable[[DiskTier], T], verb: str) -> T | None:

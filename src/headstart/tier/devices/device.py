@@ -24,9 +24,10 @@ from headstart.policy.placement import Estimate, Room
 from headstart.tier.base import ExtentId, ReadRange
 from headstart.tier.devices.listing import State
 from headstart.tier.disk import DiskTier
-from headstart.tier.lookup_thread import Late, LookupThread
+from headstart.tier.lookup_thread import Late, LookupThread, Patience
 
 LOOKUP_PATIENCE_S = 0.1  # below that of who asks the tier, so that one device that hangs does not look like all of them
+SILENT_S = 2.0  # a lookup that is late by so much: nothing is written there either until it ends
 CHANGE_PATIENCE_S = 15.0
 HANG_S = 10.0  # a read that takes longer: the device is passed over until it ends
 REFUSED_S = 10.0  # how long nothing more is written to a device that did not take a write
@@ -70,12 +71,18 @@ class Device:
     @property
     def answers(self) -> bool:
         """Whether it is worth asking."""
-        usable = self.tier is not None and not self.out and not self.gone
-        return usable and not self.lookups.stuck and self.reading.oldest_s() < HANG_S
+        return self._usable and not self.lookups.stuck
 
     @property
     def takes_writes(self) -> bool:
-        return self.answers and self.state == "active" and not self.changes.stuck and self._clock() >= self._refused_until
+        """Whether it is worth writing to. A lookup that is merely late says nothing about that: a write may take long."""
+        willing = self.state == "active" and not self.changes.stuck and self._clock() >= self._refused_until
+        return self._usable and willing and self.lookups.stuck_s < SILENT_S
+
+    @property
+    def _usable(self) -> bool:
+        usable = self.tier is not None and not self.out and not self.gone
+        return usable and self.reading.oldest_s() < HANG_S
 
     def refuse(self) -> None:
         """Let nothing be written here for a while."""
@@ -108,10 +115,10 @@ class Device:
             self.counters.add("change_timed_out")
             raise self._late() from None
 
-    def answer_of(self, future: Future[T], *, deadline: float, undo: Callable[[T], None] | None = None) -> T:
-        """Return what a lookup brings by `deadline`. Raises as `change` does."""
+    def answer_of(self, future: Future[T], patience: Patience, *, undo: Callable[[T], None] | None = None) -> T:
+        """Return what a lookup brings. Raises as `change` does."""
         try:
-            return self.lookups.answer(future, patience_s=deadline - time.monotonic(), undo=undo)
+            return self.lookups.answer(future, patience, undo=undo)
         except Late:
             self.counters.add("lookup_timed_out")
             raise self._late() from None
@@ -160,7 +167,7 @@ class Device:
         if tier is not None:
             future = self.changes.hand_over(tier.close)
             try:
-                self.changes.answer(future, patience_s=deadline - time.monotonic())
+                self.changes.answer(future, Patience(deadline - time.monotonic()))
             except Late:
                 log.warning("disk tier: device %s hangs and is left as it is", self.path)
             except (OSError, StoreError) as error:

@@ -28,7 +28,7 @@ from headstart.tier.devices.rooms import PATIENCE_S, room_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import DEVICES, MARKER
 from headstart.tier.disk.pause import may_pass, why
-from headstart.tier.lookup_thread import Late, ask_apart
+from headstart.tier.lookup_thread import Late, Patience, ask_apart
 
 OPEN_S = 60.0  # how long opening waits for a device; one that takes longer joins when it is open
 OPEN_ALONE_S = 600.0  # and how long for the only one, which has shown that it answers
@@ -260,10 +260,10 @@ class Members:
     def _brought(self, asked: Sequence[tuple[Entry, Device, Future[None]]], *, patience_s: float) -> list[tuple[Entry, Device]]:
         """Wait for what devices are asked for; return those that did it. The others are said, and given up or waited for."""
         done = []
-        deadline = time.monotonic() + patience_s
+        patience = Patience(patience_s)
         for entry, device, future in asked:
             try:
-                device.changes.answer(future, patience_s=deadline - time.monotonic())
+                device.changes.answer(future, patience)
             except Late:
                 self._warn(f"device {entry.path} does not answer yet; the others go on without it")
                 self._late[entry.id] = (device, future)
@@ -393,11 +393,11 @@ class Members:
     def _follow_list(self) -> None:
         """Take over a newer list from any device, and give it to those that have an older one."""
         futures = {device: device.lookups.hand_over(partial(self._read_changed, device)) for device in self.devices}
-        deadline = time.monotonic() + _READ_LIST_S
+        patience = Patience(_READ_LIST_S)
         found = []
         for device, future in futures.items():
             try:
-                read = device.lookups.answer(future, patience_s=deadline - time.monotonic())
+                read = device.lookups.answer(future, patience)
             except (OSError, Late):
                 continue
             if read is not None and (self._listed is None or read.set == self._listed.set):

@@ -17,6 +17,7 @@ from headstart.tier.devices.placer import Placer
 from headstart.tier.disk import DiskTier
 from headstart.tier.index import PREFIX_BYTES
 
+PRESENT_PATIENCE_S = 2.0  # whoever writes waits longer for a lookup: what is missed here is stored twice
 _ELSEWHERE = ("full", "stopped", "error")  # reasons for which another device may still take it
 
 
@@ -61,7 +62,8 @@ class Writing:
         with self._alone((representation.digest, header.keys[0], header.keys[-1])) as alone:
             if not alone:
                 return self._refused("stopped")
-            if self._asking.locate(representation.digest, header.keys, present_on).holds(state=header.state_bytes > 0):
+            there = self._asking.locate(representation.digest, header.keys, present_on, patience_s=PRESENT_PATIENCE_S)
+            if there.holds(state=header.state_bytes > 0):
                 return WriteOutcome(stored=True, reason="present")
             outcome = WriteOutcome(stored=False, reason="stopped")
             for device in self._placer.choose(self._asking.devices, image.nbytes, parent=header.parent, last=header.keys[-1]):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import Change, OnChange
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
+from headstart.tier.disk.offsets import Rows
 from headstart.tier.disk.records import (
     BOUNDARY_STATE,
     PREFIX_BYTES,
@@ -94,9 +95,8 @@ class Books(ExtentTable):
                     uses.append(record)
                 case ClassRaised() | Pinned():
                     terms.append((record, own, now_ms))
-                case Removed(time_ms, reason, extents, quarantined):
-                    for name, prefixes in extents:
-                        self._remove(Removal(time_ms, reason, name, prefixes, quarantined, own))
+                case Removed():
+                    self._remove(record, own=own)
                 case SegmentOpened():
                     self._open(record, own=own)
                 case SegmentSealed():
@@ -131,7 +131,8 @@ class Books(ExtentTable):
         """Return the segment of that name; one that was never heard of holds only what waits for it."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = self._numbered[self._next_number] = Segment(name, self._next_number)
+            segment = Segment(name, self._next_number, Rows(lambda: self._offset))
+            self.segments[name] = self._numbered[self._next_number] = segment
             self._next_number += 1
         return segment
 
@@ -210,7 +211,7 @@ class Books(ExtentTable):
         self._flags[row] = record.flags
         if record.fields:
             self._fields[row] = record.fields
-        segment.rows[record.extent.offset] = row
+        segment.rows.add(row)
         segment.live_bytes += record.extent_bytes
         self.live_bytes += record.extent_bytes
         self.extents += 1
@@ -280,7 +281,7 @@ class Books(ExtentTable):
         bytes_to, blocks_to = (np.concatenate([[0], np.cumsum(each)])[edges].tolist() for each in (nbytes, blocks))
         for number, segment in enumerate(groups):
             mine = slice(int(edges[number]), int(edges[number + 1]))
-            segment.rows.extend(self._offset[rows[mine]], rows[mine])
+            segment.rows.extend(rows[mine])
             segment.live_bytes += bytes_to[number + 1] - bytes_to[number]
             segment.blocks += blocks_to[number + 1] - blocks_to[number]
         self.live_bytes += bytes_to[-1]
@@ -347,24 +348,26 @@ class Books(ExtentTable):
             self.counter = max(self.counter, said.counter)
             self._kept.pin(row, said.until_ms, said.counter)
 
-    def _remove(self, removal: Removal) -> None:
-        if removal.prefixes and self.removals.maxlen:
-            if len(self.removals) == self.removals.maxlen:
-                self._removed_blocks -= len(self.removals[0].prefixes) // PREFIX_BYTES
-            self._removed_blocks += len(removal.prefixes) // PREFIX_BYTES
-            self.removals.append(removal)
-        segment = self.segment(removal.extent.segment)
-        offset = removal.extent.offset
-        if not segment.gone:
-            segment.dead.add(offset)
-            segment.stale |= not removal.recorded
-        row = segment.rows.get(offset)
-        if row is not None:
-            self._drop(row)
+    def _remove(self, record: Removed, *, own: bool) -> None:
+        last, segment, kept = SegmentName(b"", 0), None, self.removals.maxlen
+        for name, prefixes in record.extents:  # those of a segment mostly stand side by side: there may be very many
+            if segment is None or name.segment is not last:
+                last, segment = name.segment, self.segment(name.segment)
+            if prefixes and kept:
+                if len(self.removals) == kept:
+                    self._removed_blocks -= len(self.removals[0].prefixes) // PREFIX_BYTES
+                self._removed_blocks += len(prefixes) // PREFIX_BYTES
+                self.removals.append(Removal(record.time_ms, record.reason, name, prefixes, record.quarantined, own))
+            if not segment.gone:
+                segment.dead.add(name.offset)
+                segment.stale |= not own
+            row = segment.rows.get(name.offset)
+            if row is not None:
+                self._drop(row)
 
     def _drop(self, row: int) -> None:
         segment = self._numbered[self._segment[row]]
-        del segment.rows[int(self._offset[row])]
+        segment.rows.remove(int(self._offset[row]))
         nbytes = int(self._extent_bytes[row])
         if self._flags[row] & BOUNDARY_STATE:
             self._forget_state(segment.representation, row)

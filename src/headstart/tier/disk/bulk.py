@@ -135,10 +135,11 @@ def decode_bulk(data: memoryview, *, writer: bytes, generation: int, offset: int
 def _decode(data: bytes, name: bytes, offset: int, state: Decoded, found: list[Loaded]) -> None:
     """Raises ValueError or struct.error for a record that cannot be decoded, or may be none."""
     unpack, digest, position = RECORD_PREFIX.unpack_from, xxhash.xxh3_64_digest, struct.Struct("<Q").pack
-    added, head = int(RecordType.ADDED), RECORD_PREFIX.size
+    added, opened, head = int(RecordType.ADDED), int(RecordType.SEGMENT_OPENED), RECORD_PREFIX.size
     starts: list[int] = []
     ends: list[int] = []
-    segments: set[bytes] = set()  # of the columns that are being gathered
+    segments: set[bytes] = set()  # of the columns that are being gathered, as far as `looked` says
+    looked = 0
     at, total = 0, len(data)
     state.stopped = ""
     while at < total:
@@ -157,11 +158,13 @@ def _decode(data: bytes, name: bytes, offset: int, state: Decoded, found: list[L
         if kind == added:
             starts.append(start)
             ends.append(check)
-            segments.add(data[start : start + _SEGMENT_BYTES])
         else:
-            if kind == RecordType.SEGMENT_OPENED and data[start : start + _SEGMENT_BYTES] in segments:
+            if kind == opened:
+                segments.update([data[first : first + _SEGMENT_BYTES] for first in starts[looked:]])
+                looked = len(starts)
+            if kind == opened and data[start : start + _SEGMENT_BYTES] in segments:
                 found.append(_columns(data, starts, ends))
-                starts, ends, segments = [], [], set()
+                starts, ends, segments, looked = [], [], set(), 0
             payload = memoryview(data)[start:check]
             found.append(_uses(payload) if kind == RecordType.TOUCHED else decode_payload(kind, payload))
         at = check + CHECK_BYTES

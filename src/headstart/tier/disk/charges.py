@@ -22,9 +22,10 @@ _GIVE_BACK_S = 1.0  # until then space that was given back may not show yet
 
 
 def survey(store: Store) -> None:
-    """Measure every file and folder of the directory anew, whoever made it and whether or not a journal speaks of it. The
-    marker's lock is held. Raises OSError."""
+    """Measure every file and folder of the directory anew, whoever made it and whether or not a journal speaks of it; what
+    somebody who died was still writing goes. The marker's lock is held. Raises OSError."""
     listing = store.directory.list()
+    writing = [path for path in listing.temporary if not store.directory.remove_if_abandoned(path)]
     with store.lock:
         charged = [s for s in store.books.segments.values() if s.allocated_bytes or (s.opened and not s.gone)]
         there = [store.books.segment(name) for name in listing.segments]
@@ -40,7 +41,7 @@ def survey(store: Store) -> None:
                 journals += nbytes
             else:
                 remains += nbytes
-    for path in [*listing.temporary, store.directory.root / MARKER, store.directory.root / DEVICES]:
+    for path in [*writing, store.directory.root / MARKER, store.directory.root / DEVICES]:
         remains += _charged(store.disk, path)
     store.other_journals_bytes, store.remains_bytes = journals, remains
     store.folders = {path: _charged(store.disk, path) for path in store.directory.folders()}

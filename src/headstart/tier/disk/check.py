@@ -49,8 +49,8 @@ def _check_names(store: Store) -> Iterator[Problem]:
     for path in [*listing.unknown, *listing.in_the_way]:
         yield Problem(str(path), "not a file of this cache")
     for path in listing.temporary:
-        if _abandoned(store, path):
-            yield Problem(str(path), "left behind by a writer that died")
+        if not store.directory.remove_if_abandoned(path) and _abandoned(store, path):
+            yield Problem(str(path), "left behind by a writer that died, and cannot be removed")
     with store.lock:
         known = {s.name for s in store.books.segments.values() if s.opened and not s.gone}
     for name in sorted(listing.segments - known):

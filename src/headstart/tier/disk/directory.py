@@ -130,6 +130,22 @@ class Directory:
             self._disk.close(handle)  # another process opened the directory before it was locked, and removes it
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
+    def remove_if_abandoned(self, path: Path) -> bool:
+        """Remove a file whose lock can be taken: who wrote it, or would go on with it, is dead. False: it may be there yet."""
+        try:
+            handle = self._disk.open(path, "write")
+            try:
+                if not self._disk.lock_file(handle) or self._disk.stat(path).inode != self._disk.facts(handle).inode:
+                    return False
+                self._disk.unlink(path)
+                return True
+            finally:
+                self._disk.close(handle)
+        except FileNotFoundError:
+            return True
+        except OSError:  # tried again by the next one who comes here
+            return False
+
     def list(self) -> Listing:
         """Return what stands there: segments before journals, so that a segment's journal is never missed. Raises OSError."""
         listing = Listing()

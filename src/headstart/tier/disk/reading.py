@@ -62,7 +62,7 @@ class Reading:
             # Another process may have removed an extent before its bytes were locked; then its journal says so by now.
             followed = self._follow()
             with self._store.lock:
-                alive = [followed and self._store.books.row(extent) is not None for extent in extents]
+                alive = [followed and row >= 0 for row in self._store.books.rows(extents)]
             self.release([extent for extent, ok, here in zip(extents, leased, alive, strict=True) if ok and not here])
             leased = [ok and here for ok, here in zip(leased, alive, strict=True)]
         return leased
@@ -117,17 +117,15 @@ class Reading:
         """Return the segment that each extent lies in, None where it is gone or being removed."""
         books = self._store.books
         with self._store.lock:
-            rows = [books.row(extent) for extent in extents]
-            return [None if row is None or books.leases(row) < 0 else books.place(row)[0] for row in rows]
+            return [None if row < 0 or books.leases(row) < 0 else books.segment_of(row) for row in books.rows(extents)]
 
     def _lease(self, extents: Sequence[ExtentId], handles: Sequence[Handle | None]) -> list[bool]:
         """Lease extents whose files are held meanwhile, as far as there is a handle."""
         books, first, leased = self._store.books, dict[ExtentId, _Held](), [False] * len(extents)
         with self._leasing:
             with self._store.lock:
-                for at, (extent, handle) in enumerate(zip(extents, handles, strict=True)):
-                    row = books.row(extent)
-                    if handle is None or row is None or books.leases(row) < 0:
+                for at, (extent, handle, row) in enumerate(zip(extents, handles, books.rows(extents), strict=True)):
+                    if handle is None or row < 0 or books.leases(row) < 0:
                         continue
                     held = self._held.get(extent)
                     if held is None:

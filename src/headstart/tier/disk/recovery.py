@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.metrics import Counters
@@ -74,7 +73,7 @@ def recover(
             directory.sync()
         listing = directory.list()
         for path in listing.temporary:
-            _remove_if_abandoned(disk, path)
+            directory.remove_if_abandoned(path)
         for path in listing.in_the_way:  # never opened; what a link leads to stays
             counters.add("files_in_the_way")
             with contextlib.suppress(OSError):
@@ -130,7 +129,7 @@ def recover(
         if own is not None:
             for generation in listing.journals[own.writer]:
                 if generation != own.generation:  # its writer died between the new and the old
-                    _remove_if_abandoned(disk, directory.journal_path(own.writer, generation))
+                    directory.remove_if_abandoned(directory.journal_path(own.writer, generation))
         store = Store(
             disk,
             directory,
@@ -218,7 +217,7 @@ def _open_journal(disk: Disk, directory: Directory, listing: Listing, writer: by
             log.warning("disk tier %s: a journal is passed over: %s", directory.root, error)
             if isinstance(error, StoreError) and error.reason == "journal-header":
                 paths = [directory.journal_path(writer, generation) for generation in reversed(listing.journals[writer])]
-                if all(_remove_if_abandoned(disk, path) for path in paths):  # older ones too: they know less
+                if all(map(directory.remove_if_abandoned, paths)):  # older ones too: they know less
                     del listing.journals[writer]
             return None
         try:
@@ -239,23 +238,6 @@ def _read(tail: JournalTail, counters: Counters) -> list[Loaded]:
         counters.add("journals_unreadable")
         tail.stopped = "error"
         return []
-
-
-def _remove_if_abandoned(disk: Disk, path: Path) -> bool:
-    """Remove a file whose lock can be taken: who wrote it, or would go on with it, is dead. False: it may still be there."""
-    try:
-        handle = disk.open(path, "write")
-        try:
-            if not disk.lock_file(handle) or disk.stat(path).inode != disk.facts(handle).inode:
-                return False
-            disk.unlink(path)
-            return True
-        finally:
-            disk.close(handle)
-    except FileNotFoundError:
-        return True
-    except OSError:  # tried again at the next open
-        return False
 
 
 def _next_sequence(tail: JournalTail, records: Sequence[Loaded], listing: Listing) -> int:
@@ -295,17 +277,18 @@ class _Seen:
 
 
 def _see_all(store: Store, segments: Sequence[Segment]) -> Iterator[_Seen]:
-    """Look at the files of segments: a few at a time where they are many, since each waits for the disk twice."""
+    """Look at the files of segments: a few at a time where they are many, since each waits for the disk. Then one whose writer
+    said that it was whole is not opened either, which would take most of the time: who first reads in it checks its header."""
     if len(segments) < _MANY:
-        yield from (_see(store, segment) for segment in segments)
+        yield from (_see(store, segment, inside=True) for segment in segments)
         return
     with ThreadPoolExecutor(_LOOKERS, "disk-recovery") as pool:
         runs = [segments[at : at + _LOOK_AT_ONCE] for at in range(0, len(segments), _LOOK_AT_ONCE)]
-        for seen in pool.map(lambda run: [_see(store, segment) for segment in run], runs):
+        for seen in pool.map(lambda run: [_see(store, segment, inside=not segment.sealed) for segment in run], runs):
             yield from seen
 
 
-def _see(store: Store, segment: Segment) -> _Seen:
+def _see(store: Store, segment: Segment, *, inside: bool) -> _Seen:
     path = store.directory.segment_path(segment.name)
     try:
         facts = store.disk.stat(path)
@@ -313,6 +296,8 @@ def _see(store: Store, segment: Segment) -> _Seen:
         return _Seen(None)
     except OSError as error:
         return _Seen(None, error)
+    if not inside:
+        return _Seen(facts)
     try:
         store.files.check(segment, path)
     except (OSError, StoreError) as error:

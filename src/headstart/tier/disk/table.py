@@ -36,6 +36,7 @@ class Segment:
 
     name: SegmentName
     number: int
+    rows: Rows  # by offset
     representation: bytes = b""
     header_bytes: int = 0
     capacity_bytes: int = 0
@@ -51,7 +52,6 @@ class Segment:
     synced_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
-    rows: Rows = field(default_factory=Rows)  # by offset
     dead: Offsets = field(default_factory=Offsets)
 
     @property
@@ -107,7 +107,7 @@ class ExtentTable:
         self._last_used = np.zeros(64, np.int64)
         self._flags = np.zeros(64, np.uint32)
         self._leases = np.zeros(64, np.int32)
-        self._generation = np.zeros(64, np.int64)
+        self._generation = np.zeros(64, np.uint32)
         self._alive = np.zeros(64, np.bool_)
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
@@ -116,7 +116,7 @@ class ExtentTable:
             return np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32)
         rows, positions = self._indexes[representation].lookup(keys)
         found = rows >= 0
-        ids = np.where(found, rows | self._generation[rows] << _GENERATION_SHIFT, -1)
+        ids = np.where(found, self._ids(rows), -1)
         return ids, np.where(found, positions, 0).astype(np.int32)
 
     def states(self, representation: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
@@ -135,12 +135,28 @@ class ExtentTable:
             return None
         return row
 
+    def rows(self, extents: Sequence[ExtentId]) -> list[int]:
+        """As `row` for many at once; -1 where it says None."""
+        ids = np.array(extents, np.int64)
+        rows = ids & ROW_MASK
+        known = (ids >= 0) & (rows < self._used_rows)
+        rows[~known] = 0
+        known &= self._alive[rows] & (self._generation[rows] == ids >> _GENERATION_SHIFT)
+        found: list[int] = np.where(known, rows, -1).tolist()
+        return found
+
     def id_of(self, row: int) -> ExtentId:
         return ExtentId(row | int(self._generation[row]) << _GENERATION_SHIFT)
+
+    def _ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return rows | self._generation[rows].astype(np.int64) << _GENERATION_SHIFT
 
     def place(self, row: int) -> tuple[Segment, int, int]:
         """Return (segment, offset, extent_bytes)."""
         return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
+
+    def segment_of(self, row: int) -> Segment:
+        return self._numbered[self._segment[row]]
 
     def shape(self, row: int) -> Shape:
         blocks = self._index(self._numbered[self._segment[row]].representation).count(row)
@@ -174,7 +190,7 @@ class ExtentTable:
         columns = (
             end - shape.blocks * PREFIX_BYTES,
             end,
-            rows | self._generation[rows] << _GENERATION_SHIFT,
+            self._ids(rows),
             self._offset[rows],
             self._extent_bytes[rows],
             self._header_bytes[rows],
@@ -250,14 +266,13 @@ class ExtentTable:
 
     def living_ids(self) -> npt.NDArray[np.int64]:
         """Return the ids of all living extents."""
-        rows = self.living()
-        return rows | self._generation[rows] << _GENERATION_SHIFT
+        return self._ids(self.living())
 
     def candidates(self, now_ms: int) -> Candidates:
         """Return a copy of what a choice among all living extents needs."""
         rows = self.living()
         return Candidates(
-            ids=rows | self._generation[rows] << _GENERATION_SHIFT,
+            ids=self._ids(rows),
             segments=self._segment[rows],
             last_used=self._last_used[rows],
             nbytes=self._extent_bytes[rows],
