@@ -104,12 +104,6 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 # Run as they are, without the prefix cache: (kind, configuration, what the reason says, how they are run).
 AS_THEY_ARE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bloom, ALiBi": ("bloom", {}, "biased by distance (ALiBi)", "CHUNKS"),
-    "llama4, attention in chunks": (
-        "llama4_text",
-        {"attention_chunk_size": 32, "intermediate_size_mlp": 128, "num_local_experts": 2, "moe_layers": []},
-        "chunked_attention",
-        "CHUNKS",
-    ),
     "llama, dynamic RoPE": (
         "llama",
         {

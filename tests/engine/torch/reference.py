@@ -30,6 +30,9 @@ _EXPERTS = {
     "shared_expert_intermediate_size": 32,
 }
 
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+_INDEX = {"moe_intermediate_size": 32, "index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, a KV head for each query head": ("llama", {"num_key_value_heads": 4}),
@@ -54,9 +57,72 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mimo_v2_flash",
         {"v_head_dim": 8, "sliding_window": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "gemma4, wider heads in some layers": (
+    "llama4, attention in chunks, queries scaled by position": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 48,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 2,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+    ),
+    "gemma3n, layers that attend the KV of another": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 512,
+            "laurel_rank": 8,
+        },
+    ),
+    "gemma4, wider heads in some layers, and some that attend the KV of another": (
         "gemma4_text",
-        {"num_kv_shared_layers": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 512,
+        },
+    ),
+    "deepseek-v3.2, keys chosen by an index": (
+        "deepseek_v32",
+        {
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            **_ROUTED,
+            **_INDEX,
+        },
+    ),
+    "glm-moe-dsa, layers that take the choice of the one before": (
+        "glm_moe_dsa",
+        {
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            **_ROUTED,
+            **_INDEX,
+        },
     ),
     "stablelm, layers that pass nothing on to attention": ("stablelm", {"partial_rotary_factor": 0.5}),
     "nemotron, layers that pass nothing on to attention": ("nemotron", {}),

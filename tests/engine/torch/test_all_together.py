@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import KINDS as SERVED
 from reference import Answer, ask, finish, loaded, some_tokens, stepped
 from test_lora import make_adapter
 
@@ -34,6 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", SMALL),
     "recurrent": RECURRENT["qwen3.5, gated delta nets"],
     "latent": LATENT_KINDS["deepseek-v2, queries of low rank, biases"],
+    "chunks": SERVED["llama4, attention in chunks, queries scaled by position"],
+    "shared KV": SERVED["gemma3n, layers that attend the KV of another"],
 }
 CONTEXT, LONGEST = 448, 80
 TOKEN_S = 1e-3  # that computing one is said to take
@@ -78,7 +81,7 @@ def adapted(model: TorchModel, place: Path) -> list[str | None]:
         ("recurrent", 80),
         pytest.param("plain", 10_000, marks=pytest.mark.soak),
         pytest.param("recurrent", 3_000, marks=pytest.mark.soak),
-        pytest.param("latent", 3_000, marks=pytest.mark.soak),
+        *(pytest.param(kind, 3_000, marks=pytest.mark.soak) for kind in ("latent", "chunks", "shared KV")),
     ],
 )
 def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(

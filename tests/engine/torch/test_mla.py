@@ -99,7 +99,7 @@ def test_stock_attention_goes_on_working(folder: Path) -> None:
     assert torch.equal(stock_logits(module, tokens), want)
 
 
-def test_attention_that_chooses_its_keys_by_an_index_is_refused(tiny_model_folder: Folders) -> None:
+def test_an_index_that_is_not_as_we_know_it_is_refused(tiny_model_folder: Folders) -> None:
     kind, changes = LATENT_KINDS["deepseek-v3, RoPE in halves"]
     module = stock(tiny_model_folder(kind, **changes))
     module.model.layers[1].self_attn.indexer = torch.nn.Identity()

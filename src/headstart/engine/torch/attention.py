@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.engine.torch.index import Choice
 from headstart.engine.torch.kernel import Plan, Shape, kernel
 from headstart.engine.torch.kv_memory import LayerKV
 from headstart.errors import ModelError
@@ -59,6 +61,8 @@ class KV(Protocol):
 
     def values(self, layer: int) -> Tensor: ...
 
+    def index_keys(self, layer: int) -> Tensor: ...  # [capacity, width], where it chooses by an index
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Prefix:
@@ -72,13 +76,14 @@ class Prefix:
 class Segment:
     """Rows start … start+count-1 of the batch: the tokens at positions first … first+count-1 of one request.
 
-    `kv` begins with position 0, or behind `prefix`."""
+    `kv` begins with position 0, or behind `prefix`. Keys before position `sees_from` are none of theirs."""
 
     kv: KV
     start: int
     count: int
     first: int
     prefix: Prefix | None = None
+    sees_from: int = 0
 
     @property
     def rows(self) -> slice:
@@ -97,6 +102,19 @@ class Step:
     masks: dict[object, Tensor] = field(default_factory=dict)  # layers mask alike
     plans: dict[tuple[Shape, object], Plan] = field(default_factory=dict)  # of the C kernel, for all rows and for those wanted
     found: list[LayerKV] | None = None  # given: nothing is attended, layers are only told as they call
+    brought: dict[int, tuple[ReferenceType[Tensor], int]] = field(default_factory=dict)  # new keys by id, and whose they are
+
+    def owner(self, layer: int, key: Tensor) -> int:
+        """Return the layer whose KV `key` is new in: an earlier one that brought the very same, or else `layer`."""
+        known = self.brought.get(id(key))
+        if known is not None and known[0]() is key:
+            return known[1]
+        self.brought[id(key)] = ref(key), layer
+        return layer
+
+    def positions(self) -> list[int]:
+        """Return the position of each row."""
+        return [position for one in self.segments for position in range(one.first, one.first + one.count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,12 @@ class Sight:
     Some kinds of model tell their layers of a window by the mask alone, so this goes before the keyword."""
 
     window: int | None
+
+    def __getitem__(self, part: object) -> Sight:
+        """Return what all rows and keys of a head see, which is the same. Raises ModelError for a part of them."""
+        if isinstance(part, tuple) and all(one in (0, slice(None), slice(0, None)) for one in part):
+            return self
+        raise ModelError("the model cuts its mask in a way of its own, which this version does not serve")
 
 
 class Part(NamedTuple):
@@ -141,6 +165,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # a sink for each head
+    indices: Choice | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return [1, rows, heads, head_dim]. Raises ModelError for anything that would change the numbers and is not known."""
@@ -156,30 +181,51 @@ def attend(
     if isinstance(attention_mask, Tensor) or query.shape[0] != 1:
         raise ModelError(f"{type(module).__name__} brings an attention mask of its own, which this version does not serve")
     attend_latent = getattr(module, "attend_latent", None)  # see `mla`
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    chunk: int | None = getattr(module, "attention_chunk", None)  # see `kinds`
+    number: int = module.layer_idx  # type: ignore[assignment]
+    layer = headstart.owner(number, key)
+    owns = layer == number
     if headstart.found is not None:
-        headstart.found.append(LayerKV.of(layer, key.shape[1], key.shape[3], value.shape[3], latent=attend_latent is not None))
+        if owns:
+            headstart.found.append(
+                LayerKV.of(
+                    layer,
+                    key.shape[1],
+                    key.shape[3],
+                    value.shape[3],
+                    latent=attend_latent is not None,
+                    index_width=getattr(module, "index_width", 0),
+                )
+            )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    if headstart.before_layer is not None:
-        headstart.before_layer(layer)
-    headstart.attended.append(layer)
+    if owns:
+        if headstart.before_layer is not None:
+            headstart.before_layer(layer)
+        headstart.attended.append(layer)
+    scale_queries = getattr(module, "scale_queries", None)  # see `kinds`
+    if scale_queries is not None:
+        query = query * scale_queries(headstart.positions()).to(query)[:, None]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = attention_mask.window if attention_mask is not None else sliding_window
-    rule = Rule(scale, window, softcap, headstart.masks)
-    wanted = headstart.segments
-    if headstart.last is not None and layer == headstart.last[0]:
-        wanted = _wanted(wanted, headstart.last[1])
+    rule = Rule(scale, window if chunk is None else None, softcap, headstart.masks)
+    wanted, cut = headstart.segments, False
+    if headstart.last is not None and headstart.attended[-1] == headstart.last[0]:  # and of those behind it, which keep nothing
+        wanted, cut = _wanted(wanted, headstart.last[1]), True
+    if chunk is not None:
+        wanted = in_chunks(wanted, chunk)
     if attend_latent is not None:
-        if s_aux is not None or softcap is not None:
+        if s_aux is not None or softcap is not None or chunk is not None:
             raise ModelError(
-                f"{type(module).__name__} has latent attention with sinks or caps, which this version does not serve"
+                f"{type(module).__name__} has latent attention with sinks, caps or chunks, which this version does not serve"
             )
         for segment in headstart.segments:
             begin = segment.first - _base(segment)
             segment.kv.keys(layer)[:, begin : begin + segment.count] = key[0, :, segment.rows]
-        return attend_latent(headstart, layer, query, wanted, rule).unsqueeze(0), None
-    whole = wanted is headstart.segments
-    return over(headstart, layer, query, wanted, rule, new=(key, value), plan=whole, sinks=s_aux).unsqueeze(0), None
+        return attend_latent(headstart, layer, query, wanted, rule, indices).unsqueeze(0), None
+    if indices is not None:
+        raise ModelError(f"{type(module).__name__} chooses keys by an index, which this version serves with latents only")
+    plan = (cut, chunk, owns)
+    return over(headstart, layer, query, wanted, rule, new=(key, value), plan=plan, keep=owns, sinks=s_aux).unsqueeze(0), None
 
 
 def over(
@@ -219,9 +265,9 @@ def over(
         own = [_own(rule, query[:, :, one.rows], one, layer) for one in members]
         part = own[0] if len(own) == 1 else Part(*(torch.cat(tensors, dim=1) for tensors in zip(*own, strict=True)))
         if prefix is not None:
-            q = torch.cat([query[:, :, one.rows] for one in members], dim=2)
-            keys, values = prefix.kv.keys(layer)[:, : prefix.tokens], prefix.kv.values(layer)[:, : prefix.tokens]
-            shared = rule.attend(q, keys, values, runs=[(one.first, one.count) for one in members], at=0)
+            q, at = torch.cat([query[:, :, one.rows] for one in members], dim=2), members[0].sees_from
+            keys, values = prefix.kv.keys(layer)[:, at : prefix.tokens], prefix.kv.values(layer)[:, at : prefix.tokens]
+            shared = rule.attend(q, keys, values, runs=[(one.first, one.count) for one in members], at=at)
             part = part if shared is None else merged(part, shared)
         result = part.out
         if sinks is not None:
@@ -244,18 +290,36 @@ def _wanted(segments: Sequence[Segment], rows: frozenset[int]) -> list[Segment]:
     for one in segments:
         skipped = next((index for index in range(one.count) if one.start + index in rows), None)
         if skipped is not None:
-            left.append(Segment(one.kv, one.start + skipped, one.count - skipped, one.first + skipped, one.prefix))
+            left.append(_part(one, skipped, one.count))
     return left
 
 
-def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
-    """Yield segments that share a prefix together, every other one alone."""
-    together: dict[int, list[Segment]] = {}
+def in_chunks(segments: Sequence[Segment], chunk: int) -> list[Segment]:
+    """Return the segments cut where a chunk of the text ends: a row sees no key of a chunk before its own."""
+    cut = []
     for one in segments:
-        if one.prefix is None:
+        begin = 0
+        while begin < one.count:
+            sees_from = (one.first + begin) // chunk * chunk
+            end = min(one.count, sees_from + chunk - one.first)
+            cut.append(replace(_part(one, begin, end), sees_from=sees_from))
+            begin = end
+    return cut
+
+
+def _part(one: Segment, begin: int, end: int) -> Segment:
+    """Return its rows begin … end-1."""
+    return replace(one, start=one.start + begin, count=end - begin, first=one.first + begin)
+
+
+def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[Segment]]]:
+    """Yield segments that see the same of a shared prefix together, every other one alone."""
+    together: dict[tuple[int, int], list[Segment]] = {}
+    for one in segments:
+        if one.prefix is None or one.sees_from >= one.prefix.tokens:
             yield None, [one]
         else:
-            together.setdefault(id(one.prefix), []).append(one)
+            together.setdefault((id(one.prefix), one.sees_from), []).append(one)
     for members in together.values():
         yield members[0].prefix, members
 
@@ -263,15 +327,16 @@ def grouped(segments: Sequence[Segment]) -> Iterator[tuple[Prefix | None, list[S
 def _own(rule: Rule, q: Tensor, segment: Segment, layer: int) -> Part:
     """Attend what is in the segment's own KV: what was there before, and the new tokens."""
     base = _base(segment)
-    old, seen = segment.first - base, segment.first - base + segment.count
-    keys, values = segment.kv.keys(layer)[:, :seen], segment.kv.values(layer)[:, :seen]
+    at = max(base, segment.sees_from)
+    old, seen = segment.first - at, slice(at - base, segment.first - base + segment.count)
+    keys, values = segment.kv.keys(layer)[:, seen], segment.kv.values(layer)[:, seen]
     runs = [(segment.first, segment.count)]
-    if segment.count == 1 or old == 0 or not rule.parts(q) or rule.cuts(segment.first + segment.count - 1, base):
-        part = rule.attend(q, keys, values, runs=runs, at=base)
+    if segment.count == 1 or old == 0 or not rule.parts(q) or rule.cuts(segment.first + segment.count - 1, at):
+        part = rule.attend(q, keys, values, runs=runs, at=at)
         assert part is not None  # a row sees itself
         return part
     square = rule.attend(q, keys[:, old:], values[:, old:], runs=runs, at=segment.first)
-    before = rule.attend(q, keys[:, :old], values[:, :old], runs=runs, at=base)
+    before = rule.attend(q, keys[:, :old], values[:, :old], runs=runs, at=at)
     assert square is not None
     return square if before is None else merged(square, before)
 
@@ -311,7 +376,7 @@ class Rule:
             return None if part is None else Part(part.out[:, :, :width], part.lse)
         masked = lowest < at + count - 1 or self.cuts(highest, at)
         if self.softcap is not None:
-            return self._plain(q, keys, values, self._mask(q, runs, at, count) if masked else None)
+            return self.written_out(q, keys, values, self._mask(q, runs, at, count) if masked else None)
         if not self._flash(q):
             return self._on_device(q, keys, values, self._mask(q, runs, at, count) if masked else None)
         if not masked:
@@ -340,14 +405,14 @@ class Rule:
     def _on_device(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
         """By the device's own kernel, which tells no log-sum-exp; where one is needed, the plain way."""
         if not self.alone:
-            return self._plain(q, keys, values, mask)
+            return self.written_out(q, keys, values, mask)
         group = q.shape[1] // keys.shape[0]
         if group > 1:  # repeated by hand: not every device's kernel groups heads by itself
             keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
         out = functional.scaled_dot_product_attention(q, keys[None], values[None], attn_mask=mask, scale=self.scale)
         return Part(out[0], out.new_empty(0))
 
-    def _plain(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
+    def written_out(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Part:
         """Write the scores out, as many rows at a time as fit."""
         heads, rows, width = q.shape[1:]
         at_once = max(1, _PLAIN_SCORES // (heads * keys.shape[1]))

@@ -72,6 +72,9 @@ class Beyond:
     def values(self, layer: int) -> Tensor:
         return self.kv.values(layer)[:, self.tokens :]
 
+    def index_keys(self, layer: int) -> Tensor:
+        return self.kv.index_keys(layer)[self.tokens :]
+
 
 def shareable_tokens(sequence: Sequence) -> int:
     """Return how many tokens of a running request's beginning others may read at most."""

@@ -142,19 +142,21 @@ class Plan:
     ) -> None:
         self._kernel = kernel
         self._shape = shape
-        self._sources: list[tuple[KV, int]] = []  # of each part, and how many keys it has
+        self._sources: list[tuple[KV, int, int]] = []  # of each part, its first key there and how many it has
         self._kept = [(one.kv, one.first - _base(one), one.count) for one in writes]
         parts: list[tuple[int, ...]] = []
         places: list[npt.NDArray[np.void]] = []
         covers: list[npt.NDArray[np.void]] = []
 
-        def add(kv: KV, at: int, count: int, rows: Sequence[Segment]) -> None:
+        def add(kv: KV, base: int, at: int, end: int, rows: Sequence[Segment]) -> None:
+            """Rows against the keys at positions at … end-1; `kv` begins with position `base`."""
+            count = end - at
             if count < 1 or any(one.count < 1 for one in rows):
                 raise ValueError("a part of a plan has at least a row and a key")  # the kernel divides by how many there are
             first = sum(map(len, places))
             places.extend(_rows(one) for one in rows)
             parts.append((0, 0, 0, 0, count, at, first, sum(one.count for one in rows), 0, 0, 0))
-            self._sources.append((kv, count))
+            self._sources.append((kv, at - base, count))
 
         for prefix, members in groups:
             shared, behind = -1 if prefix is None else len(parts) + len(members), 0
@@ -165,10 +167,10 @@ class Plan:
                 cover["place"][:, 0] = np.arange(one.count)
                 cover["place"][:, 1] = np.arange(behind, behind + one.count)
                 covers.append(cover)
-                add(one.kv, _base(one), one.first - _base(one) + one.count, [one])
+                add(one.kv, _base(one), max(_base(one), one.sees_from), one.first + one.count, [one])
                 behind += one.count
             if prefix is not None:
-                add(prefix.kv, 0, prefix.tokens, members)
+                add(prefix.kv, 0, members[0].sees_from, prefix.tokens, members)
         self._parts = np.array(parts, _PART)
         self._places = np.concatenate([np.empty(0, _PLACE), *places])
         self._covers = np.concatenate([np.empty(0, _COVER), *covers])
@@ -214,7 +216,7 @@ class Plan:
         call.sinks = None if scores is None else scores.data_ptr()
         call.scale = scale
         call.window = window or 0
-        self._point(self._parts, [(kv, 0, count) for kv, count in self._sources], layer)
+        self._point(self._parts, self._sources, layer)
         self._point(self._writes, self._kept, layer)
         self._kernel.library.headstart_attend(ctypes.byref(call))
 

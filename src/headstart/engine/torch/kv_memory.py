@@ -43,19 +43,21 @@ class LayerKV:
 
     A plain layer has a strip for each head's keys, then one for each head's values. With `key_width`, keys and values differ
     in width: a head has one strip, `key_width` numbers of the key and then the value. `latent`: one strip, of which all heads
-    make their keys and values (see `mla`)."""
+    make their keys and values (see `mla`); the last `index_width` numbers of it are an index key (see `index`)."""
 
     number: int
     strips: int
     width: int
     key_width: int | None = None
     latent: bool = False
+    index_width: int = 0
 
     @classmethod
-    def of(cls, number: int, heads: int, key_width: int, value_width: int, *, latent: bool) -> Self:
-        """Return what is kept of keys and values of these widths; of a latent, all of the key and nothing else."""
+    def of(cls, number: int, heads: int, key_width: int, value_width: int, *, latent: bool, index_width: int = 0) -> Self:
+        """Return what is kept of keys and values of these widths; of a latent, all of the key and of an index key, and nothing
+        else."""
         if latent:
-            return cls(number, 1, key_width, latent=True)
+            return cls(number, 1, key_width + index_width, latent=True, index_width=index_width)
         if key_width == value_width:
             return cls(number, 2 * heads, key_width)
         return cls(number, heads, key_width + value_width, key_width=key_width)
@@ -67,12 +69,15 @@ class LayerKV:
 
     @property
     def layout(self) -> str:
-        return _LATENT if self.latent else _PLAIN if self.key_width is None else _JOINED
+        if self.latent:
+            return f"{_LATENT}+index-{self.index_width}" if self.index_width else _LATENT
+        return _PLAIN if self.key_width is None else _JOINED
 
     def keys_and_values(self, planes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]; of a latent, all of it as both."""
+        """Return views [heads, tokens, width] of `planes` [strips, tokens, width]; the latent as both."""
         if self.latent:
-            return planes, planes
+            latents = planes[:, :, : self.width - self.index_width]
+            return latents, latents
         if self.key_width is not None:
             return planes[:, :, : self.key_width], planes[:, :, self.key_width :]
         return planes[: self.heads], planes[self.heads :]
@@ -163,6 +168,11 @@ class LayerViews:
 
     def values(self, layer: int) -> Tensor:
         return self._both[layer][1]
+
+    def index_keys(self, layer: int) -> Tensor:
+        """Return [capacity, width]."""
+        place = self._shape.place(layer)
+        return self._planes[place][0, :, self._shape.layers[place].width - self._shape.layers[place].index_width :]
 
     def begin_with(self, of: LayerViews, *, first: int = 0, tokens: int) -> None:
         """Copy `tokens` tokens of all layers of `of`, from `first` on, to the beginning here, and the state."""

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.engine.torch import index
 from headstart.engine.torch.attention import NAME, Part, Prefix, Rule, Segment, Step, grouped, merged, over
+from headstart.engine.torch.index import Choice
 from headstart.errors import ModelError
 from headstart.policy.latent import LatentShape, absorbs
 
@@ -43,9 +45,18 @@ class Heads(nn.Linear):
         self.shape = shape
         self.heads = plain.out_features // (shape.nope + shape.value)
 
-    def attend(self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule) -> Tensor:
-        """Return [rows, heads, value] for queries [1, heads, rows, nope + rope]; rows of no segment get zeros."""
+    def attend(
+        self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule, choice: Choice | None = None
+    ) -> Tensor:
+        """Return [rows, heads, value] for queries [1, heads, rows, nope + rope]; rows of no segment get zeros. `choice`: which
+        keys the rows attend."""
         out = query.new_zeros(query.shape[2], self.heads, self.shape.value)
+        if choice is not None:
+            choice.choose(step)
+            sparse = [one for one in segments if choice.of(one) is not None]
+            segments = [one for one in segments if choice.of(one) is None]
+            for one in sparse:
+                out[one.rows] = self._chosen(query[:, :, one.rows], one, layer, rule, choice.of(one))
         absorbed: list[Segment] = []
         for prefix, members in grouped(segments):
             if self._absorbs(prefix, members):
@@ -70,17 +81,34 @@ class Heads(nn.Linear):
 
     def _absorbed(self, step: Step, layer: int, query: Tensor, segments: Sequence[Segment], rule: Rule) -> Tensor:
         """Return [rows, heads, value]; `query` [heads, rows, nope + rope] has the rows of the segments one behind the other."""
-        shape, start, moved = self.shape, 0, []
+        start, moved = 0, []
         for one in segments:
             moved.append(replace(one, start=start))
             start += one.count
-        weight = self._by_head()
-        inner = torch.bmm(query[:, :, : shape.nope], weight[:, : shape.nope])  # [heads, rows, rank]
-        inner = torch.cat([inner, query[:, :, shape.nope :]], dim=-1).unsqueeze(0)
+        inner = self._inner(query)
         alike = inner[:, :1]  # a row of it is as wide as a latent
         plan = tuple((one.start, one.count) for one in segments)
-        sums = over(step, layer, inner, moved, rule, new=(alike, alike), plan=plan, keep=False)[:, :, : shape.rank]
-        return torch.bmm(sums.transpose(0, 1), weight[:, shape.nope :].transpose(1, 2)).transpose(0, 1)
+        sums = over(step, layer, inner, moved, rule, new=(alike, alike), plan=plan, keep=False)
+        return self._outer(sums.transpose(0, 1))
+
+    def _chosen(self, query: Tensor, segment: Segment, layer: int, rule: Rule, chosen: Tensor | None) -> Tensor:
+        """Return [rows, heads, value] of a segment's rows over the keys that are chosen [rows, keys]."""
+        assert chosen is not None
+        latents = segment.kv.keys(layer)[:, : segment.first + segment.count - (segment.prefix.tokens if segment.prefix else 0)]
+        if segment.prefix is not None:
+            latents = torch.cat([segment.prefix.kv.keys(layer)[:, : segment.prefix.tokens], latents], dim=1)
+        mask = torch.zeros(chosen.shape, dtype=query.dtype, device=query.device)
+        mask.masked_fill_(~chosen, torch.finfo(query.dtype).min / 2)
+        return self._outer(rule.written_out(self._inner(query[0]), latents, latents, mask).out).contiguous()
+
+    def _inner(self, query: Tensor) -> Tensor:
+        """Return queries [heads, rows, nope + rope] as they meet latents: [1, heads, rows, rank + rope]."""
+        inner = torch.bmm(query[:, :, : self.shape.nope], self._by_head()[:, : self.shape.nope])
+        return torch.cat([inner, query[:, :, self.shape.nope :]], dim=-1).unsqueeze(0)
+
+    def _outer(self, sums: Tensor) -> Tensor:
+        """Return [rows, heads, value] of sums of latents [heads, rows, rank + rope]."""
+        return torch.bmm(sums[:, :, : self.shape.rank], self._by_head()[:, self.shape.nope :].transpose(1, 2)).transpose(0, 1)
 
     def _expanded(
         self, query: Tensor, prefix: Prefix | None, members: Sequence[Segment], layer: int, rule: Rule
@@ -135,15 +163,11 @@ class Heads(nn.Linear):
 
 def attach(model: nn.Module) -> frozenset[int]:
     """Have layers with latent attention keep their latents, and return the numbers of those layers. Their stock attention goes
-    on working. Raises ModelError for those that attend only keys that an index of their own chooses."""
+    on working. Raises ModelError for those that choose keys by an index and are not as we know them otherwise."""
     found: set[int] = set()
     for module in model.modules():
         if not hasattr(module, "expand_kv"):
             continue
-        if getattr(module, "indexer", None) is not None:
-            raise ModelError(
-                f"{type(module).__name__} attends keys that it chooses by an index of its own, which is not cached"
-            )
         plain: Any = module.kv_b_proj
         shape = LatentShape(
             *(getattr(module, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -155,10 +179,16 @@ def attach(model: nn.Module) -> frozenset[int]:
             or plain.in_features != shape.rank
             or plain.out_features % head
         ):
+            if hasattr(module, "indexer"):
+                raise ModelError(
+                    f"{type(module).__name__} chooses keys by an index, and makes them in a way that this version does not know"
+                )
             continue  # not as we know it: its keys and values are kept
         heads = Heads(plain, shape)
         module.kv_b_proj = heads
         module.attend_latent = heads.attend
+        if getattr(module, "indexer", None) is not None:
+            module.index_width = index.attach(module, NAME)
         _hand_out_latents(module, value=shape.value)
         found.add(module.layer_idx)
     return frozenset(found)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, mla, packing, recurrent
+from headstart.engine.torch import attention, kinds, mla, packing, recurrent
 from headstart.engine.torch.attention import Segment, Step
 from headstart.engine.torch.facts import CANNOT_RUN, PROBE_CHUNKS, ModelFacts, first_line, probe_tokens, signature
 from headstart.engine.torch.hardware import choose_device, choose_dtype
@@ -29,7 +29,18 @@ _log = logging.getLogger(__name__)
 
 # Others hide from a short probe what they do beyond it (chunks, an index of the keys worth attending).
 _LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+    {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "indexed_attention",
+        "linear_attention",
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "moe",
+        "mlp",
+    }
 )
 # Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
@@ -52,6 +63,7 @@ class TorchModel:
         self.adapters: Adapters | None = None
         self._step: Step | None = None  # under way, for modules that are told of it directly
         latents = mla.attach(module)
+        kinds.attach(module)
         self.shape = self._found(latents) if recurrent.is_recurrent(self.config) else self._told()
 
     def _told(self) -> KVShape:
@@ -115,9 +127,10 @@ class TorchModel:
         step again then writes the same bytes."""
         if len(rows) < len(tokens) and self.mixers is None:  # a recurrent layer needs every row of what is before it
             step.last = (self.shape.numbers[-1], frozenset(rows))
-        positions = [position for segment in step.segments for position in range(segment.first, segment.first + segment.count)]
         with self._states(step), self._adapted(step, len(tokens)):
-            output = self._run(tokens, positions, step, logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device))
+            output = self._run(
+                tokens, step.positions(), step, logits_to_keep=torch.tensor(rows, dtype=torch.long, device=self.device)
+            )
         logits: Tensor = output.logits[0]
         return (logits if len(logits) == len(rows) else logits[list(rows)]).float()
 
@@ -234,6 +247,11 @@ def probe(model: TorchModel) -> None:
     """Compare logits of a short text through stock attention and through ours, in chunks; switch the model to ours.
 
     Packed weights are tried first, and given up with a sentence where they give other logits than the plain ones."""
+    with kinds.begun_early(model.module):
+        _probe(model)
+
+
+def _probe(model: TorchModel) -> None:
     tokens = probe_tokens(model.vocabulary)
     try:
         model.config._attn_implementation = "eager"
@@ -340,7 +358,5 @@ def _hides(config: Any) -> str | None:
     if others := types - _LAYER_TYPES:
         return f"it has layers of kind {', '.join(sorted(others))}"
     if not types and getattr(text, "attention_chunk_size", None):
-        return "its attention is cut into chunks"
-    if getattr(text, "num_kv_shared_layers", None):
-        return "its layers share KV"
+        return "its attention is cut into chunks, and nothing says in which layers"
     return None
