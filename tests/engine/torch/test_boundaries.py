@@ -140,14 +140,50 @@ def test_the_floor_of_a_hit_begins_each_round_at_the_same_state(model: TorchMode
         assert len(engine.measure_floor(prompt, 100, rounds=2)) == 2, "where no state was kept"
 
 
-def test_requests_that_begin_alike_at_once_share_no_state(model: TorchModel) -> None:
-    with cached(model) as engine:
-        beginning = some_tokens(130, seed=6)
-        prompts = [[*beginning, *some_tokens(20, seed=seed)] for seed in (7, 8, 9)]
+def cached_of(answer: Answer) -> int:
+    receipt = answer.result().receipt
+    assert receipt is not None
+    return receipt.cached_memory_tokens
+
+
+def test_requests_that_begin_alike_at_once_compute_their_beginning_once(model: TorchModel) -> None:
+    beginning = some_tokens(130, seed=6)
+    prompts = [*([*beginning, *some_tokens(20, seed=seed)] for seed in (7, 8, 9)), some_tokens(130, seed=6)]
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    with stepped(model, cache=cache, max_running=4) as engine:
         answers = [ask(engine, prompt, 8) for prompt in prompts]
+        finish(engine, *answers)
+        assert [cached_of(answer) for answer in answers] == [0, 128, 128, 128]
+        assert engine.load().counters["prefixes_shared"] == 3
+    with cached(model) as engine:
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.result().finish == "length"
             assert_as_alone(engine, prompt, answer.tokens)
+
+
+def test_who_comes_when_the_state_has_gone_on_computes_for_itself(model: TorchModel) -> None:
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    prompt = some_tokens(150, seed=6)
+    with stepped(model, cache=cache) as engine:
+        first = ask(engine, prompt, 8)
+        while not first.tokens:
+            engine._round()
+        cache.states.clear()  # as if its save were still under way
+        second = ask(engine, prompt, 8)
+        finish(engine, first, second)
+        assert cached_of(second) == 0
+        assert second.tokens == first.tokens
+
+
+def test_who_waits_for_a_state_does_not_wait_for_a_request_that_is_gone(model: TorchModel) -> None:
+    cache = HeldCache(model.shape.representation(query_heads=model.heads))
+    prompt = some_tokens(300, seed=6)
+    with stepped(model, cache=cache, chunk_tokens=64) as engine:
+        first, second = ask(engine, prompt, 8, id="first"), ask(engine, prompt, 8)
+        engine._round()
+        engine.abort("first")
+        finish(engine, first, second)
+        assert second.result().finish == "length"
+        assert cached_of(second) == 0
 
 
 def test_what_an_aborted_prompt_has_reached_is_kept_up_to_its_last_state(model: TorchModel) -> None:

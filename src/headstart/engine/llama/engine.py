@@ -185,9 +185,10 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
 
     def _shareable(self, sequence: LlamaSequence) -> int:
         """Return how many tokens of a request's beginning others may hold with it. What lies before a sliding window libllama
-        writes over once its own sequence needs it no more."""
+        writes over once its own sequence needs it no more, and a recurrent state is its own."""
         tokens = len(sequence.tokens)
-        return 0 if sequence.kv is None or tokens > (self.weights.window or tokens) else tokens
+        apart = sequence.kv is None or sequence.recurrent or tokens > (self.weights.window or tokens)
+        return 0 if apart else tokens
 
     def _kv_bytes(self) -> tuple[int, int]:
         each = self.info.kv_bytes_per_token

@@ -167,7 +167,11 @@ class Admission(Generic[S]):
         if self._bridge is None or not sequence.use_cache or self._gives is None:
             return None
         offer = best_offer(sequence, self._roster.running, gives=self._gives)
-        return offer if offer is not None and offer.tokens >= self._stored(sequence) else None
+        if offer is None or offer.tokens < self._stored(sequence):
+            return None
+        if offer.giver.recurrent and not offer.ready:
+            offer.giver.awaited.add(offer.tokens)
+        return offer
 
     def _spare_for(self, sequence: S) -> KV | None:
         """Return memory beyond the capacity once nothing runs and still none comes free: reads or writes that never end hold

@@ -93,6 +93,7 @@ class Boundaries(Generic[S]):
                 every=self._every,
                 block_tokens=BLOCK_TOKENS,
                 diverges=sequence.diverges,
+                awaited=sequence.awaited,
             )
         return sequence.boundary
 

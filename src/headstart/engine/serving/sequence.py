@@ -60,6 +60,7 @@ class Sequence:
     boundary: int | None = None  # behind how many tokens its next pass must end, because the state there is kept
     boundaries: dict[int, StateCopy] = field(default_factory=dict)  # states not saved yet, by the tokens before them
     diverges: int | None = None  # behind how many tokens the cache has blocks and no state
+    awaited: set[int] = field(default_factory=set)  # behind how many tokens others wait for its state
 
     admitted_s: float | None = None
     first_token_s: float | None = None

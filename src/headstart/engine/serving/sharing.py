@@ -1,6 +1,9 @@
 """Requests that begin alike hold that beginning once: those that come later read it in the KV of the one that came first.
 
 A beginning that the first one still loads or computes is waited for: loading or computing it twice would end no sooner.
+
+Who shares with a request that has a recurrent state takes a copy of its KV and of its state, and can so only at the very place
+where the state stands. That place is told the first one beforehand (`Sequence.awaited`), and a pass of it ends there.
 """
 
 from __future__ import annotations
@@ -23,17 +26,17 @@ class Offer(Generic[S]):
 
 
 def best_offer(sequence: S, running: Iterable[S], *, gives: Callable[[S], int]) -> Offer[S] | None:
-    """Return the longest beginning, in whole blocks and leaving a token to compute, that a running request has as well.
-    `gives`: how many tokens of a request's beginning others may read at most."""
+    """Return the longest beginning, in whole blocks and leaving a token to compute, that a running request has as well, or
+    will have. `gives`: how many tokens of a request's beginning others may read at most."""
     best: Offer[S] | None = None
     running = list(running) if sequence.use_cache else []
     sequence.alike = {one.number: sequence.alike[one.number] for one in running if one.number in sequence.alike}
     for one in running:
-        if not one.use_cache or one.recurrent:
-            continue  # who joins a recurrent one would need the state at that place, which is gone
-        if one.request.adapter != sequence.request.adapter or not (most := gives(one)):
+        if not one.use_cache or one.request.adapter != sequence.request.adapter or not (most := gives(one)):
             continue
         tokens = min(_common(sequence, one), _allowed(sequence, one), most)
+        if one.recurrent and tokens < one.computed:
+            continue  # its state has gone on, and what it was there is saved, or nowhere
         if tokens > (0 if best is None else best.tokens):
             best = Offer(one, tokens, ready=one.load is None and one.computed >= tokens)
     return best

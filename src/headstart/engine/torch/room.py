@@ -37,6 +37,8 @@ class Rooms:
         wanted = self._wanted(sequence)
         if offer is None:
             return self._memory.allocate(wanted)
+        if offer.giver.recurrent:
+            return self._copied(offer, wanted)
         own = self._memory.allocate_host(wanted - offer.tokens)
         return None if own is None else accept(offer, own)
 
@@ -85,6 +87,17 @@ class Rooms:
         since_s = time.monotonic() - self._patience_s
         self._leaving = [(begun_s, what) for begun_s, what in self._leaving if not what.done]
         return any(begun_s > since_s for begun_s, _ in self._leaving)
+
+    def _copied(self, offer: Offer[Sequence], wanted: int) -> HostKV | DeviceKV | None:
+        """Return KV that begins with a copy of what is offered, and the state that stands behind it."""
+        kv = self._memory.allocate(wanted)
+        if kv is not None:
+            giver = offer.giver.kv
+            assert isinstance(giver, HostKV | DeviceKV)  # a state is never beside shared KV
+            if giver.state is not None and giver.state.tokens == offer.tokens:
+                kv.begin_with(giver, tokens=offer.tokens)
+                kv.shared_tokens = offer.tokens
+        return kv
 
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.saving is not None:
