@@ -244,3 +244,13 @@ def test_an_adapter_is_a_model_of_its_own_name() -> None:
         assert client.completions.create(model="sql", prompt="x").model == "sql"
         assert client.completions.create(model="gpt-4o", prompt="x").model == "fake"
         assert [request.adapter for request in engine.submitted] == ["sql", None]
+
+
+def test_a_name_that_may_be_meant_for_an_adapter_is_not_answered_by_the_model_alone() -> None:
+    engine = FakeEngine()
+    engine.info = replace(engine.info, adapters=("support-de",))
+    with running(engine) as server, server.client() as client:
+        for name in ("support_de", "Support-DE", "suport-de"):
+            with pytest.raises(openai.NotFoundError, match=r"has 'fake', 'support-de'; did you mean 'support-de'\?"):
+                client.completions.create(model=name, prompt="x")
+        assert engine.submitted == []

@@ -8,6 +8,7 @@ which run in a small pool so that a long prompt does not hold up other streams.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import time
 import uuid
@@ -160,17 +161,19 @@ class Service:
         return (*self.require_served().names, *self._aliases)
 
     def _no_model(self, name: str) -> ModelNotFound:
-        has = ", ".join(map(repr, self.names))
+        has, near = ", ".join(map(repr, self.names)), _nearest(name, self.names)
+        meant = f"; did you mean {near!r}?" if near else ""
         return ModelNotFound(
-            f"there is no model {name[:64]!r} here; this server has {has}", code="model_not_found", param="model"
+            f"there is no model {name[:64]!r} here; this server has {has}{meant}", code="model_not_found", param="model"
         )
 
     def _model_of(self, served: Served, name: str | None) -> str:
-        """Return the name of what is served for `name`. Raises ModelNotFound, where models are strict."""
+        """Return the name of what is served for `name`. Raises ModelNotFound where models are strict, and for what may be meant
+        for an adapter: the model alone would answer otherwise than was asked for."""
         meant = self._aliases.get(name or "", name or served.name)
         if meant in served.names:
             return meant
-        if self._strict_models:
+        if self._strict_models or _nearest(meant, served.engine.info.adapters):
             raise self._no_model(name or meant)
         self._log_ignored("unknown model name", [meant])
         return served.name
@@ -407,6 +410,12 @@ def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error
         f"{answered} token{'' if answered == 1 else 's'}{rate}; {finish}"
         + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
     )
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return which of `names` somebody may have meant by `name`."""
+    lower = {one.lower(): one for one in names}
+    return next((lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)), None)
 
 
 def paused_tiers(statistics: CacheStatistics) -> list[str]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from headstart.config import load_config
 from headstart.engine.torch import open_engine
 from headstart.engine.torch.engine import TorchEngine
-from headstart.engine.torch.lora import read_adapter
+from headstart.engine.torch.lora import AdaptedLinear, read_adapter
 from headstart.errors import ConfigError, ModelError, RequestError
 from model_fixtures import LATENT_KINDS
 
@@ -225,6 +225,39 @@ def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(folder: Path, t
         pass
     with opened(folder, tmp_path, {"a": fits}) as engine, pytest.raises(RequestError, match="no adapter 'b'"):
         ask(engine, PROMPT, 2, adapter="b")
+
+
+def _without(self: AdaptedLinear, rows: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = self.plain(rows)
+    return out
+
+
+def _for_everybody(self: AdaptedLinear, rows: torch.Tensor) -> torch.Tensor:
+    self.worked |= self._parts.keys()
+    return _without(self, rows) + 0.1 * len(self._now.rows)
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (_without, "is for model.layers.0.self_attn.q_proj, whose weights the model reads in a way of its own"),
+        (_for_everybody, "changes what the model says without it"),
+        (lambda self, rows: self.weight, "cannot be run with this model"),
+    ],
+)
+def test_an_adapter_is_tried_at_opening(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Any, says: str
+) -> None:
+    place = make_adapter(tmp_path / "a", stock(folder), seed=1, layers=LAYERS[:1])
+    monkeypatch.setattr(AdaptedLinear, "forward", forward)
+    with pytest.raises(ModelError, match=f"adapter 'a' {says}"), opened(folder, tmp_path, {"a": place}):
+        pass
+
+
+def test_an_adapter_of_numbers_that_are_not_finite_is_refused(folder: Path, tmp_path: Path) -> None:
+    place = make_adapter(tmp_path / "a", stock(folder), seed=1, lora_alpha=float("inf"))
+    with pytest.raises(ModelError, match="makes numbers that are not finite"), opened(folder, tmp_path, {"a": place}):
+        pass
 
 
 def test_an_adapter_of_a_model_with_latent_attention_is_refused(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 An adapter is a folder in peft's format, read from its two files alone. What its configuration asks for and is not computed here
 is refused with a sentence: an answer without it would be another adapter's. Its content has a part in the identity of blocks.
+Each adapter is tried at opening, beside a text without one (`Adapters.probe`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.engine.torch.attention import Segment, Step
+from headstart.engine.torch.facts import CANNOT_RUN, first_line, probe_tokens
+from headstart.engine.torch.kv_memory import ScratchKV
 from headstart.engine.torch.packing import PackedLinear
 from headstart.errors import ModelError
+
+if TYPE_CHECKING:
+    from headstart.engine.torch.model import TorchModel
 
 # Fields of adapter_config.json that change no number, or are read here. Any other must be empty, false or null.
 _READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"})
@@ -121,9 +129,11 @@ class Adapters:
         """Put the adapters beside the linear layers of `module`. Raises ModelError for one that does not fit."""
         self.digests = {name: adapter.digest for name, adapter in adapters.items()}
         self._now = _Now()
+        self._layers: dict[str, dict[str, AdaptedLinear]] = {name: {} for name in adapters}  # by adapter and name
         for name, adapter in adapters.items():
             for layer, (down, up) in adapter.parts.items():
-                self._beside(module, layer, name).add(name, down, up)
+                beside = self._layers[name][layer] = self._beside(module, layer, name)
+                beside.add(name, down, up)
 
     @contextmanager
     def working(self, rows: Sequence[tuple[slice, str]], count: int) -> Iterator[None]:
@@ -133,6 +143,29 @@ class Adapters:
             yield
         finally:
             self._now.rows = ()
+
+    def probe(self, model: TorchModel) -> None:
+        """Run a short text with each adapter beside the same one without. Raises ModelError for an adapter that the model
+        cannot be run with, that it never comes to in part, or that reaches others' rows."""
+        tokens = probe_tokens(model.vocabulary)
+        relative = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+        for name, layers in self._layers.items():
+            try:
+                alone = _last_logits(model, tokens, [None])[0]
+                plain, adapted = _last_logits(model, tokens, [None, name])
+            except (ModelError, *CANNOT_RUN) as error:
+                why = f"cannot be run with this model ({first_line(error)})"
+            else:
+                idle = next((layer for layer, one in layers.items() if name not in one.worked), None)
+                if idle is not None:
+                    why = f"is for {idle}, whose weights the model reads in a way of its own"
+                elif not bool(adapted.isfinite().all()):
+                    why = "makes numbers that are not finite"
+                elif not float((plain - alone).abs().max()) <= relative * max(1.0, float(alone.abs().max())):
+                    why = "changes what the model says without it"
+                else:
+                    continue
+            raise ModelError(f"adapter {name!r} {why}; leave it out of engine.adapters, or merge it into the model")
 
     def _beside(self, module: nn.Module, layer: str, name: str) -> AdaptedLinear:
         above, _, last = layer.rpartition(".")
@@ -151,6 +184,15 @@ class Adapters:
         return adapted
 
 
+def _last_logits(model: TorchModel, tokens: Sequence[int], adapters: Sequence[str | None]) -> Tensor:
+    """Return logits [adapters, vocabulary] behind the same text with each of the adapters, all in one pass."""
+    count = len(tokens)
+    segments = [Segment(ScratchKV(model.shape, count, model.device), place * count, count, 0) for place in range(len(adapters))]
+    adapted = [(one.rows, name) for one, name in zip(segments, adapters, strict=True) if name is not None]
+    rows = [one.start + count - 1 for one in segments]
+    return model.forward([*tokens] * len(adapters), Step(segments, adapted=adapted), rows=rows)
+
+
 class _Now:
     """The rows of the batch under way on which adapters work."""
 
@@ -165,6 +207,7 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.plain = plain
         self.in_features, self.out_features = int(plain.in_features), int(plain.out_features)  # type: ignore[arg-type]
+        self.worked: set[str] = set()  # adapters that have added something
         self._now = now
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -186,5 +229,6 @@ class AdaptedLinear(nn.Module):
                 continue
             if rows.shape[-2] != self._now.count:
                 raise ModelError("the model does not pass all rows through a layer that has an adapter, which is not served")
+            self.worked.add(name)
             out[..., where, :] += functional.linear(functional.linear(rows[..., where, :], part[0]), part[1])
         return out

@@ -89,6 +89,7 @@ def _add_adapters(model: Model, adapters: dict[str, Adapter]) -> None:
     if model.name in adapters:
         raise ConfigError(f"engine.adapters: {model.name!r} is the model's own name; take another", key="engine.adapters")
     model.adapters = Adapters(model.module, adapters)
+    model.adapters.probe(model)
 
 
 def _load_identified(
