@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
-from headstart.cache.open import capacities_of, open_cache
+from headstart.cache.open import capacities_of, open_cache, write_budget_bytes
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
+from headstart.policy.admission import DAY_S, keeps_new
 from headstart.tier.base import TierStatistics
 from headstart.tier.devices.rooms import rooms_of
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
@@ -37,21 +38,30 @@ def open_told(settings: CacheConfig, *, identity: Identity, representation: Repr
             f"cache.capacity {told} and holds {held} block{'' if held == 1 else 's'} of {_mib(piece)}: "
             "hardly any prompt will be kept"
         )
+    budget = write_budget_bytes(settings, settings.directories) if "disk" in tiers else None
+    writes = budget is None or keeps_new([], budget_bytes=budget, block_bytes=piece, now_s=DAY_S)
+    if budget is not None and not writes:
+        wrong.append(
+            f"cache.write_budget is {_mib(budget)} a day, of which a prompt gets less than one block of {_mib(piece)}: "
+            "nothing is stored on disk"
+        )
     for sentence in wrong:  # the cache has logged its own
         _log.warning("%s", sentence)
     wrong += cache.warnings
     if not tiers:
         cache.close()
         return None, "; ".join(("off", *wrong))
-    places = " and ".join(map(_place, tiers.values()))
+    places = " and ".join(_place(tier, writes=writes) for tier in tiers.values())
     return cache, "; ".join((f"prefixes are kept {places}", *wrong))
 
 
-def _place(tier: TierStatistics) -> str:
+def _place(tier: TierStatistics, *, writes: bool) -> str:
     if tier.name == "pool":
         return "in the pool"
     if tier.name != "disk":
         return f"in {tier.name}"
+    if not writes:
+        return "on disk where they are there already"
     return "on disk" if tier.capacity_bytes else "on disk once it can be opened"
 
 

@@ -119,6 +119,18 @@ def test_a_capacity_below_the_least_names_the_setting_and_how_it_came_about(
         )
 
 
+def test_a_write_budget_that_stops_every_save_is_told_where_prefixes_are_kept(
+    tiny_model_folder: Folders, tmp_path: Path
+) -> None:
+    config = _config(tmp_path)
+    small = replace(config, cache=replace(config.cache, write_budget="200KiB"))
+    with _open(tiny_model_folder("llama"), small) as engine:
+        assert engine.info.cache == (
+            "prefixes are kept in memory and on disk where they are there already; cache.write_budget is 0.1953 MiB a day, of "
+            "which a prompt gets less than one block of 0.04688 MiB: nothing is stored on disk"
+        )
+
+
 @pytest.mark.parametrize("context", [2, 64, 65])
 def test_a_context_shorter_than_the_warm_up_can_be_served(tiny_model_folder: Folders, tmp_path: Path, context: int) -> None:
     config = _config(tmp_path, context=context, max_running=1, kv_memory="auto")
