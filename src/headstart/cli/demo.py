@@ -6,8 +6,10 @@ What is compared with what, so that the figures mean something:
     first token from disk   another process after SIGKILL, page cache empty (checked), same beginning, another question
     the floor               the same computed suffix over the same KV already in memory, no server in between
     the disk alone          the bytes of the hit read from the same files by a plain loop that computes nothing
+    stock transformers      its first token of the first question with everything computed, once; and of each question over
+                            the same beginning in its own DynamicCache, as the floor is over ours
 
-Every figure is the median over the rounds; each round is a new process and a new question.
+Every other figure is the median over the rounds; each round is a new process and a new question. A GGUF has no stock.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.cli.demo_probe import Probed, ProbeRequest
+from headstart.cli.demo_stock import StockRequest, StockTimes
 from headstart.cli.server_process import Answer, ServerProcess
+from headstart.config import load_config
+from headstart.engine.models import resolve_model
 from headstart.errors import HeadstartError
 from headstart.tier import page_cache
 from headstart.tier.arena import Arena
@@ -67,6 +72,10 @@ class DemoResult:
     page_cache_bytes: int | None
     hits: tuple[float, ...]
     floors: tuple[float, ...]
+    stock_cold_s: float | None
+    stock_floor_s: float | None
+    stock_speedup: float | None  # stock, cold, over from disk
+    floor_to_stock: float | None
 
 
 def system_prompt() -> str:
@@ -91,7 +100,7 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
     server = ServerProcess(common, log=log)
     stages = _say_changes(say)
     try:
-        say("this takes some three minutes on two cores, and one more the first time, to get the model")
+        say("this takes some four minutes on two cores, and one more the first time, to get the model")
         say("starting the first server")
         server.start(on_progress=stages)
         say("first request: the whole prompt is computed …")
@@ -128,6 +137,10 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
         say("the floor: the same suffix over KV that is already in memory …")
         asked = list(zip(QUESTIONS, (hit.usage["prompt_cache_hit_tokens"] for hit in hits), strict=False))
         probed = probe(model, cache, asked=asked, compare=None if hits[0].text == reference.text else QUESTIONS[0])
+        stock = None
+        if (checkpoint := _checkpoint(model)) is not None:
+            say("plain transformers on the same prompt …")
+            stock = stock_times(checkpoint, asked=asked)
     finally:
         server.kill()
     hit = statistics.median(answer.first_token_s for answer in hits)
@@ -150,6 +163,10 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
         page_cache_bytes=None if unchecked else max(count or 0 for count in resident),
         hits=tuple(answer.first_token_s for answer in hits),
         floors=tuple(probed.floor_s),
+        stock_cold_s=None if stock is None else stock.cold_s,
+        stock_floor_s=None if stock is None else (stock_floor := statistics.median(stock.over_own_cache_s)),
+        stock_speedup=None if stock is None else stock.cold_s / hit,
+        floor_to_stock=None if stock is None else floor / stock_floor,
     )
 
 
@@ -206,6 +223,7 @@ def _table(result: DemoResult) -> Table:
         ("the disk alone", f"{result.disk_s:.2f} s", f"{result.bytes_read / result.disk_s / 1e9:.2f} GB/s"),
         ("speed-up", f"{result.speedup:.1f}x", "cold over from disk"),
         ("ratio to the limit", f"{result.ratio_to_limit:.2f}", "from disk over the larger of floor and disk"),
+        *_stock_rows(result),
         (
             "same tokens",
             "yes" if result.same_tokens else "NO",
@@ -214,6 +232,19 @@ def _table(result: DemoResult) -> Table:
     ):
         table.add_row(name, value, note)
     return table
+
+
+def _stock_rows(result: DemoResult) -> list[tuple[str, str, str]]:
+    if result.stock_cold_s is None or result.stock_floor_s is None:
+        return []
+    return [
+        ("stock transformers, cold", f"{result.stock_cold_s:.2f} s", f"{result.stock_speedup:.1f} times from disk"),
+        (
+            "stock transformers, warm",
+            f"{result.stock_floor_s:.2f} s",
+            f"its own KV in memory; the floor is {result.floor_to_stock:.2f} of it",
+        ),
+    ]
 
 
 def _say_changes(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -284,16 +315,37 @@ def probe(model: str, cache: Path, *, asked: Sequence[tuple[str, int]], compare:
         compare=None if compare is None else messages_for(compare),
         max_tokens=MAX_TOKENS,
     )
+    return msgspec.json.decode(_asked("headstart.cli.demo_probe", request, "measuring the floor"), type=Probed)
+
+
+def stock_times(checkpoint: Path, *, asked: Sequence[tuple[str, int]]) -> StockTimes:
+    """Time plain transformers on the prompts, in a process of its own."""
+    request = StockRequest(
+        folder=str(checkpoint),
+        prompts=[messages_for(question) for question, _ in asked],
+        cached_tokens=[cached for _, cached in asked],
+    )
+    return msgspec.json.decode(_asked("headstart.cli.demo_stock", request, "timing plain transformers"), type=StockTimes)
+
+
+def _checkpoint(model: str) -> Path | None:
+    """Return the folder that transformers loads the model from; None for a GGUF."""
+    found = resolve_model(model, load_config().models_directory, on_progress=lambda *_: None)
+    return None if found.is_gguf else found.path
+
+
+def _asked(program: str, request: msgspec.Struct, what: str) -> bytes:
+    """Return the last line that a program of ours prints for a request."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headstart.cli.demo_probe"],
+            [sys.executable, "-m", program],
             input=msgspec.json.encode(request),
             capture_output=True,
             timeout=900,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise HeadstartError("measuring the floor took longer than a quarter of an hour; is the machine busy?") from error
+        raise HeadstartError(f"{what} took longer than a quarter of an hour; is the machine busy?") from error
     if done.returncode != 0:
-        raise HeadstartError(f"measuring the floor failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)
+        raise HeadstartError(f"{what} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    return done.stdout.splitlines()[-1]
