@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from held_cache import HeldCache, eventually
-from reference import ask, engine_of, finish, loaded, some_tokens, stepped
+from reference import Answer, ask, engine_of, finish, loaded, some_tokens, stepped
 
+from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
+from headstart.testing.fake_kv import IDENTITY
+from headstart.tier.disk import DiskTier
+from headstart.tier.memory import MemoryTier
 
 PROMPT = some_tokens(200)
 LAYERS = range(3)
@@ -206,3 +211,39 @@ def test_who_gave_way_keeps_its_hit_whatever_is_read_ahead_for_it(
         finish(engine, busy, answer)
         assert answer.result().receipt.cached_disk_tokens == 192  # type: ignore[union-attr]
         assert engine.load().counters["cached_disk_tokens"] == 192
+
+
+def test_an_idle_engine_brings_a_conversation_that_is_due_from_disk_to_memory(
+    model: TorchModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End to end: the third turn finds in memory what had gone to the disk alone."""
+    memory, disk = MemoryTier(16 * model.shape.region_bytes(64)), DiskTier.open(tmp_path, capacity_bytes=64 << 20)
+    representation = model.shape.representation(query_heads=model.heads)
+    cache = PrefixCache([memory, disk], identity=IDENTITY, representation=representation)
+    with stepped(model, cache=cache) as engine:
+
+        def turn(prompt: list[int], **more: str) -> Answer:
+            answer = ask(engine, prompt, 3, **more)
+            finish(engine, answer)
+            eventually(lambda: engine.load().kv_used_bytes == 0)  # all of it is saved
+            return answer
+
+        def where() -> dict[str, int]:
+            with cache.match(PROMPT) as lease:
+                return lease.tokens_by_tier
+
+        first, second = turn(PROMPT, session="s"), turn(PROMPT, session="s")
+        for seed in (7, 8, 9):  # in memory there is no room for all
+            turn(some_tokens(450, seed=seed))
+        assert where() == {"disk": 192}
+        assert engine._loads._conversations is not None
+        (one,) = engine._loads._conversations._sessions.values()
+        monkeypatch.setattr("headstart.engine.serving.loading.time", SimpleNamespace(monotonic=lambda: one.pace.due_s))
+        engine._roster.wake.clear()
+        engine._use_idle_moment()
+        eventually(lambda: where() == {"memory": 192})
+        third = turn(PROMPT, session="s")
+        assert third.tokens == second.tokens == first.tokens
+        receipt = third.result().receipt
+        assert receipt is not None
+        assert (receipt.cached_memory_tokens, receipt.cached_disk_tokens) == (192, 0)
