@@ -91,6 +91,9 @@ class Side(ABC):
     @abstractmethod
     def kill(self) -> None: ...
 
+    def close(self) -> None:
+        self.kill()
+
     @abstractmethod
     def keep(self) -> float:
         """See that what was computed is on disk; return the CPU seconds that this took."""
@@ -146,6 +149,10 @@ class Ours(Side):
 
     def kill(self) -> None:
         self._server.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._server._client.close()
 
     def keep(self) -> float:
         cpu, deadline = _cpu_s(self.pid), time.monotonic() + 120
@@ -237,7 +244,7 @@ def run(*, smoke: bool = False, rounds: int = ROUNDS, file: Path | None = None) 
                 told.append(_round(sides, order, _renamed(prompts, number), answer=answer))
         finally:
             for side in sides.values():
-                side.kill()
+                side.close()
         return {
             "where": where_it_ran(home),
             "prompt_tokens": len(prompts[0]),
@@ -325,7 +332,7 @@ def _prompts(file: Path, *, tokens: int | None) -> list[list[int]]:
 
 def _renamed(prompts: list[list[int]], number: int) -> list[list[int]]:
     """Return the prompts with another first token, so that no round finds what one before it kept."""
-    return [[1000 + number, *one[1:]] for one in prompts]
+    return [[100 + number, *one[1:]] for one in prompts]
 
 
 def _cpu_s(pid: int) -> float:

@@ -25,10 +25,10 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "th e", "Ġ the", "i n", "e r", "Ġ a", "o n", "r e", "a t", "e n", "Ġ o", "f f", "Ġo f", "1 2", "Ċ Ċ")
 
 
-def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0) -> Path:
-    """Write a tiny model of that kind and return its path."""
+def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0, tensors_in_a_part: int = 0) -> Path:
+    """Write a tiny model of that kind and return its path; `tensors_in_a_part`: in several files, which are named after it."""
     random = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_in_a_part)
     tokens = _write_vocabulary(writer)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf as gguf_package
+import numpy as np
 import pytest
-from llama_kit import opened
+from llama_kit import WORDS, opened
 
-from gguf_fixtures import Kind
+from asking import some_tokens
+from gguf_fixtures import Kind, make_gguf
 from headstart.engine.llama import opening
 from headstart.errors import HeadstartError, ModelError
 
@@ -24,6 +26,18 @@ def test_a_truncated_file_is_named_as_such(part: float, gguf: Made, tmp_path: Pa
     with pytest.raises(ModelError) as raised:
         opened(cut, tmp_path)
     assert raised.value.message == (f"{cut} is not a whole GGUF file: it is truncated or damaged; fetch the file again")
+
+
+def test_a_model_in_several_files_is_one_and_a_part_that_is_missing_is_told(gguf: Made, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "parts.gguf", tensors_in_a_part=20)
+    first, second = sorted(tmp_path.glob("parts-*.gguf"))
+    assert first.name == "parts-00001-of-00002.gguf"
+    prompt = some_tokens(100, 1, WORDS)
+    with opened(gguf("llama"), tmp_path) as whole, opened(first, tmp_path) as parts:
+        assert np.array_equal(whole.next_logits(prompt), parts.next_logits(prompt))
+    second.unlink()
+    with pytest.raises(ModelError, match=r"parts-00002-of-00002\.gguf cannot be read: No such file or directory"):
+        opened(first, tmp_path)
 
 
 def test_an_unknown_architecture_is_named(gguf: Made, tmp_path: Path) -> None:
