@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,7 +215,7 @@ def test_recomputing_that_was_cheaper_is_told_with_the_estimates(server: Asking,
     server.ask(A)
     server.settle()
     monkeypatch.setattr(
-        "headstart.engine.torch.prefix.plan_load", lambda *_, **__: Plan("compute", 0, load_s=2.0, compute_s=0.5)
+        "headstart.engine.serving.bridge.plan_load", lambda *_, **__: Plan("compute", 0, load_s=2.0, compute_s=0.5)
     )
     why = server.why(server.ask(A))
     assert causes(why) == ["recompute_cheaper"]
@@ -235,6 +237,102 @@ def test_what_another_representation_wrote_is_told(
         server.cache._saver.history._saves.clear()
         forget_removals(server)
         assert causes(server.why(server.ask(A))) == ["other_representation"]
+
+
+def test_what_grew_older_than_its_class_may_is_told_as_expired(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "kv", cache__retention="default=0s..1s") as server:
+        server.ask(A)
+        server.settle()
+        until(lambda: not server.extents())
+        assert causes(server.why(server.ask(A))) == ["expired"]
+
+
+def test_a_store_in_which_nothing_may_go_is_told_as_full(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "kv", cache__capacity="1MiB") as server:
+        for n in range(8):
+            server.ask(f"{n}: {B}")
+            server.settle()
+        read = server.extents()
+        server.tier.lease(read)  # as a request does that reads them
+        server.ask(A)
+        server.settle()
+        server.tier.release(read)
+        why = server.why(server.ask(A))
+        assert causes(why)[-1] == "store_full"
+        assert "nothing that could go" in why["lost"][-1]["evidence"]
+
+
+def test_a_save_that_found_the_queue_full_is_told_so(server: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = Event()
+    saver = server.cache._saver
+    save = saver._save
+
+    def held(request: Any) -> Any:
+        goes_on.wait(60)
+        return save(request)
+
+    monkeypatch.setattr(saver, "_save", held)
+    monkeypatch.setattr(saver, "_queue_bytes", 1)
+    first = server.cache.statistics().counters.get("save_calls", 0)
+    for n in range(3):  # one is written, one waits, there is no room for more
+        server.ask(f"{n}: {B}")
+        until(lambda n=n: server.cache.statistics().counters.get("save_calls", 0) > first + n)
+    server.ask(A)
+    goes_on.set()
+    server.settle()
+    why = server.why(server.ask(A))
+    assert causes(why) == ["write_dropped"]
+    assert "queue of saves was full" in why["lost"][0]["evidence"]
+
+
+def test_what_was_found_and_could_not_be_read_is_told_so(server: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.ask(A)
+    server.settle()
+
+    def broken(*_: object, **__: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("headstart.transfer.native.reader", lambda: None)  # it asks the kernel itself
+    monkeypatch.setattr(type(server.tier.devices[0].tier._store.disk), "read", broken)
+    again = server.ask(A)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    why = server.why(again)
+    assert causes(why) == ["load_failed"]
+    assert any("the rest was computed" in note for note in why["notes"])
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_request_that_wanted_no_caching_is_told_as_that(server: Asking, off: int) -> None:
+    explicit = {"prompt_cache_options": {"mode": "explicit"}}
+    answers = []
+    for n in range(2):
+        answers.append(server.ask(chat(1), **(explicit if n == off else {})))
+        server.settle()
+    why = server.why(answers[1])
+    assert causes(why) == ["caching_off"]
+    assert ("asked that it not be kept" in why["lost"][0]["evidence"]) == (off == 0)
+
+
+def test_what_is_too_long_ago_is_said_to_be_not_remembered(server: Asking) -> None:
+    server.ask(A)
+    server.settle()
+    server.tier.delete(server.extents(), reason="user")
+    server.cache._saver.history._saves.clear()
+    forget_removals(server)
+    assert causes(server.why(server.ask(A))) == ["not_remembered"]
+
+
+def test_what_another_process_stored_and_was_taken_away_is_told_from_the_journals(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "kv") as server:
+        server.ask(A)
+        server.settle()
+        server.tier.delete(server.extents(), reason="capacity")
+    with serving(folder, tmp_path / "kv") as server:
+        why = server.why(server.ask(A))
+        assert why["compared_with"] is None
+        assert causes(why) == ["evicted"]
+        assert why["lost"][0]["tokens"] == (why["prompt_tokens"] - 1) // 64 * 64
+        assert any("another process" in note for note in why["notes"])
 
 
 def is_own(server: Asking, extent: ExtentId) -> bool:
@@ -352,6 +450,14 @@ def test_the_command_tells_it_for_people_and_as_json(server: Asking, capsys: pyt
     assert "there is no request 'nobody'" in capsys.readouterr().err
     assert run_cli(["why", id, "--url", "http://127.0.0.1:9"]) == 4
     assert "no server answers" in capsys.readouterr().err
+
+
+def test_the_command_starts_with_nothing_that_takes_time() -> None:
+    arguments = ["why", "it", "--url", "http://127.0.0.1:9"]
+    code = f"import sys; from headstart.cli import run_cli; print(run_cli({arguments!r}), *sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.split()
+    assert said[0] == "4"
+    assert not {"torch", "transformers", "numpy", "httpx", "rich", "headstart.cache"} & set(said)
 
 
 def test_diff_takes_requests_of_a_running_server(server: Asking, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gguf_fixtures import make_gguf
 from headstart.cli import run_cli
 from headstart.cli.diff import DIFFERS
 from headstart.render import Renderer
@@ -144,6 +145,41 @@ def test_a_file_or_model_that_is_not_there_is_a_sentence(file: Any, run: Run, tm
     assert "give the folder that holds tokenizer.json" in run(a, a, "--model", a, code=3)
     for price in ("3", "x/y", "1/3", "nan/nan"):
         assert "--price is" in run(a, a, "--price", price, code=2)
+
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1; cch={};\n"
+
+
+def test_what_a_headstart_server_takes_out_is_a_note_and_a_difference_elsewhere(
+    file: Any, run: Run, folder: Path, tmp_path: Path
+) -> None:
+    bodies = [chat(1), chat(2)]
+    for n, body in enumerate(bodies):
+        body["messages"][0]["content"] = HEADER.format(f"{n}a{n}b") + body["messages"][0]["content"]
+    a, b = file("a.json", bodies[0]), file("b.json", bodies[1])
+    told = json.loads(run(a, b, "--model", folder, "--json", code=DIFFERS))
+    (time,) = told["findings"]
+    assert time["cause"] == "time"
+    text = bodies[1]["messages"][0]["content"]
+    assert text[time["offset"] :].startswith("2 now.")  # as the client counts
+    assert any("billing-header" in note and "--as-sent" in note for note in told["notes"])
+    told = json.loads(run(a, b, "--model", folder, "--as-sent", "--json", code=DIFFERS))
+    assert [one["cause"] for one in told["findings"]] == ["request_header", "time"]
+    assert json.loads(run(a, b, "--json", code=DIFFERS))["findings"][0]["cause"] == "request_header"
+    settings = tmp_path / "headstart.toml"
+    settings.write_text('[server]\ncanonical = ""\n')
+    told = json.loads(run(a, b, "--model", folder, "--config", settings, "--json", code=DIFFERS))
+    assert told["findings"][0]["cause"] == "request_header"
+
+
+def test_the_tokenizer_of_a_gguf_does(file: Any, run: Run, tmp_path: Path) -> None:
+    model = make_gguf(tmp_path / "tiny.gguf")
+    a, b = file("a.json", chat(1)), file("b.json", chat(2))
+    told = json.loads(run(a, b, "--model", model, "--json", code=DIFFERS))
+    (finding,) = told["findings"]
+    assert (told["exact"], finding["cause"], finding["path"], finding["offset"]) == (True, "time", "messages[0].content", 30)
+    assert finding["a"]["token"] != finding["b"]["token"]
+    assert "the same to the end" in run(a, file("c.json", chat(1, "Three.", "And then?")), "--model", model)
 
 
 def test_a_folder_with_nothing_but_tokenizer_json_compares_texts(file: Any, run: Run, folder: Path, tmp_path: Path) -> None:

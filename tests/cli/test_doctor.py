@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gguf_fixtures import make_gguf
 from headstart.cli import run_cli
 from headstart.cli.doctor import UNWELL
 from model_fixtures import save_tiny_tokenizer
@@ -31,6 +32,24 @@ def test_template_and_disk_are_told_and_nothing_is_left(
     assert "MB/s" in said
     assert "GB free" in said
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_how_fast_prompts_are_computed_is_measured_if_asked_and_else_said_to_be_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_DIRECTORY", str(tmp_path / "kv"))
+    monkeypatch.setenv("HEADSTART_CACHE_MIN_FREE", "1MiB")
+    model = make_gguf(tmp_path / "tiny.gguf")
+    said = []
+    for more in ([], ["--compute"]):
+        assert run_cli(["doctor", str(model), "--json", *more]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert {one["status"] for one in told["template"]} <= {"good", "note"}
+        said.append(told["computing"][0])
+    assert said[0]["status"] == "note"
+    assert "was not measured" in said[0]["said"]
+    assert "--compute" in said[0]["fix"]
+    assert "tokens/s (a prompt of 1,024)" in said[1]["said"]
 
 
 def test_a_template_that_loses_its_history_is_an_exit_code_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diagnose.logs import clock, turns, written
+from diagnose.pairs import SYSTEM
 from headstart.cli import run_cli
 from headstart.cli.lint import BROKEN
 from model_fixtures import save_tiny_tokenizer
@@ -53,6 +54,24 @@ def test_token_counts_are_exact_with_a_tokenizer(log: Path, run: Run, tmp_path: 
     assert told["exact"]
     assert told["found_again_tokens"] + told["lost_tokens"] + told["unique_tokens"] == told["tokens"]
     assert told["changes"][0]["replayed_tokens"] > told["found_again_tokens"]
+
+
+def test_what_a_headstart_server_takes_out_costs_nothing_unless_it_is_counted_as_sent(tmp_path: Path, run: Run) -> None:
+    folder = save_tiny_tokenizer(tmp_path / "tokenizer")
+    lines = turns(4, system=lambda n: f"x-anthropic-billing-header: cc_version=2.1; cch={n}a{n}b{n};\n{SYSTEM}")
+    log = written(tmp_path / "log.jsonl", lines)
+    told = json.loads(run(log, "--model", folder, "--json"))
+    assert (told["canonical_requests"], told["lost_tokens"], told["findings"]) == (4, 0, [])
+    assert "of 4 requests a header line was taken out first" in " ".join(run(log, "--model", folder).split())
+    for more in (("--model", folder, "--as-sent"), ()):
+        told = json.loads(run(log, *more, "--json"))
+        assert (told["canonical_requests"], told["findings"][0]["cause"]) == (0, "request_header")
+
+
+def test_tenants_share_nothing_where_they_are_said_to_be_apart(tmp_path: Path, run: Run) -> None:
+    log = written(tmp_path / "log.jsonl", [{"tenant": name, "body": turns(1)[0]} for name in ("a", "b", "a")])
+    together, apart = (json.loads(run(log, *more, "--json"))["found_again_tokens"] for more in ((), ("--tenants-apart",)))
+    assert together == 2 * apart > 0
 
 
 def test_nothing_that_a_prompt_says_is_shown_unless_asked_for(log: Path, run: Run, tmp_path: Path) -> None:
@@ -120,7 +139,8 @@ def test_it_starts_without_torch_and_transformers(log: Path) -> None:
     code = f"import sys; from headstart.cli import run_cli; run_cli(['lint', {str(log)!r}]); print(sorted(sys.modules))"
     said: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert "'headstart.diagnose.lint'" in said
-    assert not [name for name in ("torch", "transformers", "tokenizers", "jinja2") if f"'{name}'" in said]
+    heavy = ("torch", "transformers", "tokenizers", "jinja2", "httpx", "starlette", "uvicorn", "rich", "headstart.cache")
+    assert not [name for name in heavy if f"'{name}'" in said]
 
 
 def test_the_example_of_coding_agents_loses_by_what_its_page_says(run: Run) -> None:

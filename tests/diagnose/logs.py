@@ -10,6 +10,7 @@ from typing import Any
 from diagnose.pairs import LINES, SYSTEM, TOOLS
 from headstart.diagnose.lint import Lint, Linter
 from headstart.diagnose.logs import Log
+from headstart.diagnose.reading import Reading
 from headstart.render import Renderer
 
 Body = dict[str, Any]
@@ -37,9 +38,9 @@ def written(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def linted(*paths: Path, renderer: Renderer | None = None, **more: Any) -> Lint:
+def linted(*paths: Path, renderer: Renderer | None = None, reading: Reading | None = None, **more: Any) -> Lint:
     with Log([str(path) for path in paths], read_stdin=lambda: open(__file__, "rb")) as log:
-        linter = Linter(log, renderer, **more)
+        linter = Linter(log, reading or Reading(renderer), **more)
         for found in log:
             linter.add(found)
         return linter.result()

@@ -13,10 +13,13 @@ import unicodedata
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from typing import Any
 
 from diagnose.families import AGENT
 from headstart.diagnose.causes import Cause
+from headstart.render import Renderer
 
 Body = dict[str, Any]
 
@@ -447,3 +450,28 @@ _MAKERS = (
     times, ids, headers, spaces, unicode_forms, rewritten, tools, histories, reasonings, systems, images, namespaces, templates,
     shapes, others, coding, alike,
 )  # fmt: skip
+
+
+def pairs_of_ids(renderer: Renderer) -> Iterator[Pair]:
+    """Yield pairs of token ids as tokenizers and models make them: a beginning too many or too few, a text in other tokens."""
+    for n, text in enumerate((SYSTEM, LINES[0], f"{LINES[1]} {LINES[2]}")):
+        ids = renderer.completion(text)
+        if ids[0] == renderer.begin_id:
+            yield Pair(f"begins twice {n}", ids, [ids[0], *ids], Cause.BOS)
+            yield Pair(f"begins not {n}", ids, ids[1:], Cause.BOS)
+        splits = ((at, pair) for at in range(4, len(ids)) if (pair := split_of(renderer, ids[at])) is not None)
+        for at, (one, two) in islice(splits, 3):
+            yield Pair(f"split {n} at {at}", ids, [*ids[:at], one, two, *ids[at + 1 :]], Cause.SAME_TEXT)
+        yield Pair(f"the same ids {n}", ids, ids, None)
+
+
+def split_of(renderer: Renderer, token: int) -> tuple[int, int] | None:
+    """Return two tokens that are one's text."""
+    text, singles = renderer.token_bytes(token), _tokens(renderer)
+    cuts = ((text[:n], text[n:]) for n in range(1, len(text)))
+    return next(((singles[a], singles[b]) for a, b in cuts if a in singles and b in singles), None)
+
+
+@cache
+def _tokens(renderer: Renderer) -> dict[bytes, int]:
+    return {renderer.token_bytes(one): one for one in range(renderer.vocabulary)}

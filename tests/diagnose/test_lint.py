@@ -16,6 +16,7 @@ from headstart.diagnose.known import NOBODY, Known
 from headstart.diagnose.lint import Lint, fails
 from headstart.diagnose.logs import Log
 from headstart.diagnose.mending import best_changes, replayed
+from headstart.diagnose.reading import Reading
 from headstart.render import Renderer
 from headstart.testing import assert_prefix_stable
 
@@ -27,7 +28,7 @@ def renderer(renderers: dict[str, Renderer]) -> Renderer:
 
 def replay(lint: Lint, path: Path, renderer: Renderer | None = None) -> dict[Cause, int | None]:
     with Log([str(path)], read_stdin=lambda: open(__file__, "rb")) as log:
-        changes = replayed(best_changes(lint, 3), log, renderer, on_request=lambda n, found: None)
+        changes = replayed(best_changes(lint, 3), log, Reading(renderer), on_request=lambda n, found: None)
     return {change.cause: change.replayed_tokens for change in changes}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diagnose.pairs import SYSTEM, body
+from diagnose.pairs import SYSTEM, body, split_of
 from headstart.diagnose.causes import Cause
 from headstart.diagnose.placing import side_of
 from headstart.diagnose.report import Report, report_of
@@ -99,15 +99,6 @@ def test_the_same_text_in_other_tokens_is_a_finding_of_its_own(renderers: dict[s
         report = of(ids, [*ids[:at], *pair, *ids[at + 1 :]], renderer)
         assert [finding.cause for finding in report.findings] == [Cause.SAME_TEXT]
         assert (report.findings[0].a.position, report.findings[0].a.token, report.findings[0].b.token) == (at, ids[at], pair[0])
-
-
-def split_of(renderer: Renderer, token: int) -> list[int] | None:
-    text = renderer.token_bytes(token)
-    singles = {renderer.token_bytes(one): one for one in range(renderer.vocabulary)}
-    return next(
-        ([singles[text[:n]], singles[text[n:]]] for n in range(1, len(text)) if text[:n] in singles and text[n:] in singles),
-        None,
-    )
 
 
 def test_prompts_of_less_than_a_block_are_said_to_be_too_short(byte_level: Renderer) -> None:

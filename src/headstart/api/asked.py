@@ -160,6 +160,8 @@ def _outcome(asked: Asked, receipt: Receipt) -> Outcome:
         choice=decision.choice,
         load_s=decision.load_s,
         compute_s=decision.compute_s,
+        tiers_told=receipt.tiers_told,
+        notes=receipt.notes,
     )
 
 

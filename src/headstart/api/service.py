@@ -35,7 +35,7 @@ from headstart.api.usage import Usage
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.diagnose.why import Asked, Diagnosis, diagnose, explain
-from headstart.diagnose.why_show import why_json
+from headstart.diagnose.why_json import why_json
 from headstart.engine.base import FinishReason, Receipt
 from headstart.errors import HeadstartError, RequestError
 from headstart.render.canonical import RULES
@@ -379,7 +379,11 @@ def _why(served: Served, asked: Asked, before: Sequence[Asked]) -> dict[str, Any
     cache = served.cache
     fates = None if cache is None else lambda keys, at_s: cache.fates(keys, at_s=at_s)
     piece_tokens = BLOCK_TOKENS if cache is None else cache.representation.piece_tokens
-    return why_json(explain(asked, before, fates=fates, piece_tokens=piece_tokens, renderer=served.renderer, now_s=time.time()))
+    store = served.engine.info.cache.partition("; ")[0] if cache is None else ""
+    why = explain(
+        asked, before, fates=fates, store=store, piece_tokens=piece_tokens, renderer=served.renderer, now_s=time.time()
+    )
+    return why_json(why)
 
 
 def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[int, ...]) -> str | None:

@@ -68,7 +68,9 @@ def fates_of(
             for other in tier.representations():
                 if other != representation:
                     for place, extent in enumerate(tier.locate(other, keys).extents.tolist()):
-                        elsewhere[place] = tier if extent >= 0 else elsewhere[place]
+                        info = tier.info(extent) if extent >= 0 else None
+                        if info is not None and info.created_ms / 1000 <= at_s:
+                            elsewhere[place] = tier
     return [_fate(*known, at_s=at_s) for known in zip(saves, gone, since, elsewhere, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from urllib.parse import quote
 
@@ -13,25 +14,33 @@ URL = "http://127.0.0.1:8000"
 
 def asked_of(url: str, api_key: str | None, id: str, what: str) -> dict[str, Any]:
     """Return what a server tells of request `id` under `what`. Raises NoServer, NotThere or RequestError."""
-    import httpx  # diff without a server starts without it, and sooner
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
 
+    # Not httpx, which takes longer to import than the rest of `why` takes.
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-            answer = client.get(f"/v1/headstart/requests/{quote(id, safe='')}/{what}")
-    except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("not an http address")
+        asking = Request(f"{url.rstrip('/')}/v1/headstart/requests/{quote(id, safe='')}/{what}", headers=headers)
+        try:
+            with urlopen(asking, timeout=TIMEOUT_S) as answer:
+                status, content = answer.status, answer.read()
+        except HTTPError as error:
+            status, content = error.code, error.read()
+    except (URLError, HTTPException, OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
         raise NoServer(
-            f"no server answers at {url} ({error}); start one with headstart serve, or say where with --url"
+            f"no server answers at {url} ({why}); start one with headstart serve, or say where with --url"
         ) from error
     try:
-        told = answer.json()
-        if answer.status_code == 200 and isinstance(told, dict):
+        told = json.loads(content)
+        if status == 200 and isinstance(told, dict):
             return told
         said = str(told["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        raise NoServer(
-            f"what answers at {url} is no headstart server (HTTP {answer.status_code}); say where with --url"
-        ) from None
-    if answer.status_code == 404:
+        raise NoServer(f"what answers at {url} is no headstart server (HTTP {status}); say where with --url") from None
+    if status == 404:
         raise NotThere(said, id=id, url=url)
     raise RequestError(f"{url}: {said}")

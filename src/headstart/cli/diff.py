@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from headstart.diagnose.show import Prices
 
 DIFFERS = 8
+PROVIDERS = ("openai", "anthropic")
 
 
 @click.command()
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--model", metavar="MODEL", help="whose tokenizer and chat template to use; a folder with tokenizer.json is enough"
-)
+@click.option("--model", metavar="MODEL", help="whose tokenizer and chat template to use: a folder with tokenizer.json, a GGUF")
+@click.option("--as-sent", is_flag=True, help="with --model: leave in what a headstart server takes out (server.canonical)")
+@click.option("--provider", type=click.Choice(PROVIDERS), help="tell also which rules of its cache B breaks")
 @click.option("--url", default=URL, show_default=True, help="where the server of request:ID listens")
 @click.option("--api-key", envvar="HEADSTART_API_KEY", help="a key of the tenant whose requests those are")
 @click.option("--price", metavar="INPUT/CACHED", help="of a million input tokens, computed and cached, such as 3/0.3")
@@ -35,6 +36,8 @@ def diff(
     a: str,
     b: str,
     model: str | None,
+    as_sent: bool,
+    provider: str | None,
     price: str | None,
     prefill_rate: float | None,
     as_json: bool,
@@ -48,6 +51,7 @@ def diff(
     server.keep_prompts), or - for standard input. Exit code 0: the same to the end of the shorter one;
     8: they differ. Without --model the requests are compared by character, and positions in tokens are estimates."""
     from headstart.diagnose.placing import side_of
+    from headstart.diagnose.providers import judged_by
     from headstart.diagnose.report import report_of
     from headstart.diagnose.show import json_of, lines_of
     from headstart.diagnose.sources import Source, read_source
@@ -63,31 +67,33 @@ def diff(
         return Source(name, ids=tuple(asked_of(url, api_key, id, "tokens")["prompt_token_ids"]))
 
     sources = [source(a), source(b)]
-    renderer = None
+    renderer, rules = None, frozenset[str]()
     if model is not None:
         from headstart.cli.progress import shown_progress
+        from headstart.cli.rendering import renderer_of
         from headstart.cli.settings import chosen_config
-        from headstart.engine.models import resolve_tokenizer
-        from headstart.render import Renderer
 
         config = chosen_config(config_file, {"models_directory": models_directory}, model=model)
+        rules = rules if as_sent else frozenset(config.server.canonical_rules)
         with shown_progress() as on_progress:
-            folder = resolve_tokenizer(model, config.models_directory, on_progress=on_progress)
-        renderer = Renderer.load(folder, light=True)
+            renderer = renderer_of(config, on_progress=on_progress)
     elif len({one.ids is None for one in sources}) == 2:
         raise RequestError("one side is token ids and the other is text; name the tokenizer with --model")
     sides = []
     for one in sources:
-        conversation = one.conversation(as_sent=renderer is None)
+        conversation = one.conversation(as_sent=renderer is None, rules=rules)
         try:
             sides.append(side_of(one.name, conversation, renderer))
         except RequestError as error:
             raise RequestError(f"{one.name}: {error.message}", param=error.param) from error
     report = report_of(*sides, begin_id=None if renderer is None else renderer.begin_id)
+    judged = None
+    if provider is not None:
+        judged = judged_by(provider, *sources, tokens=report.b_tokens)
     if as_json:
-        click.echo(json.dumps(json_of(report, prices)))
+        click.echo(json.dumps(json_of(report, prices) | ({} if judged is None else {"provider": judged.json()})))
     else:
-        for line in lines_of(report, prices):
+        for line in [*lines_of(report, prices), *(() if judged is None else judged.lines())]:
             click.echo(line)
     return DIFFERS if report.differs else 0
 

@@ -1,4 +1,7 @@
-"""`headstart doctor`: whether a model's template keeps prefixes whole, and what the cache's disk gives. Needs no weights."""
+"""`headstart doctor`: whether a model's template keeps prefixes whole, what the cache's disk gives, and whether that pays.
+
+Weights are needed only to measure how fast prompts are computed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headstart.cli.progress import shown_progress
+from headstart.cli.progress import OnProgress, shown_progress
 from headstart.cli.settings import chosen_config
 from headstart.config import Config, parse_size
 
@@ -32,26 +35,34 @@ _SLOW_BYTES_S = 100e6
 @click.command()
 @click.argument("model", required=False)
 @click.option("--template", "only_template", is_flag=True, help="look at the model's chat template alone")
+@click.option("--compute", is_flag=True, help="measure also how fast prompts are computed; loads the model's weights")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 @click.option("--config", "config_file", type=click.Path(dir_okay=False, path_type=Path), help="TOML file with settings")
 @click.option("--models-directory", metavar="DIRECTORY", help="where fetched and converted models lie")
 def doctor(
-    model: str | None, only_template: bool, as_json: bool, config_file: Path | None, models_directory: str | None
+    model: str | None,
+    only_template: bool,
+    compute: bool,
+    as_json: bool,
+    config_file: Path | None,
+    models_directory: str | None,
 ) -> int:
-    """Look at the chat template of MODEL (its tokenizer's folder is enough) and at the disk that the cache is on. Exit code 0:
-    nothing is wrong; 10: something is."""
+    """Look at the chat template of MODEL (its tokenizer's folder is enough, and a GGUF has one) and at the disk that the cache
+    is on. Exit code 0: nothing is wrong; 10: something is."""
+    from headstart.cli.rendering import renderer_of
     from headstart.diagnose.template_check import check_template
-    from headstart.engine.models import resolve_tokenizer
-    from headstart.render import Renderer
 
     config = chosen_config(config_file, {"models_directory": models_directory}, model=model)
     with shown_progress() as on_progress:
-        folder = resolve_tokenizer(config.model, config.models_directory, on_progress=on_progress)
+        renderer = renderer_of(config, on_progress=on_progress)
         on_progress("template", None)
-        rooms = {"template": check_template(Renderer.load(folder, light=True))}
+        rooms = {"template": check_template(renderer)}
         if not only_template:
             on_progress("disk", None)
-            rooms["disk"] = [check for directory in config.cache.directories for check in _disk(directory, config)]
+            disks = [_disk(directory, config) for directory in config.cache.directories]
+            rooms["disk"] = [check for checks, _ in disks for check in checks]
+            rates = [rate for _, rate in disks if rate is not None]
+            rooms["computing"] = [_computing(config, sum(rates), on_progress) if compute else _not_computed()]
     if as_json:
         told = {
             room: [{"name": one.name, "status": one.status, "said": one.said, "fix": one.fix} for one in checks]
@@ -73,10 +84,35 @@ def _lines(check: Check) -> Iterator[str]:
         yield f"      fix: {check.fix}"
 
 
-def _disk(directory: Path, config: Config) -> Iterator[Check]:
-    """Look at the file system that a cache directory is on, or would be; leaves nothing behind."""
+def _not_computed() -> Check:
     from headstart.diagnose.template_check import Check
 
+    said = "how fast prompts are computed was not measured, so whether a hit pays is not known: that needs the model's weights"
+    return Check("computing", "note", said, "--compute measures it; a server does so by itself while it serves")
+
+
+def _computing(config: Config, read_bytes_s: float, on_progress: OnProgress) -> Check:
+    """Compute a prompt, and compare that with reading it from the cache's disks, which give `read_bytes_s`."""
+    from headstart.cli.compute_rate import measure
+    from headstart.diagnose.template_check import Check
+
+    tokens, rate = measure(config, on_progress=on_progress)
+    said = f"{rate:,.0f} tokens/s (a prompt of {tokens:,})"
+    token = _token_bytes(config)
+    if token is None or not read_bytes_s:
+        return Check("computing", "good", said)
+    faster = read_bytes_s / token / rate
+    if faster < 1:
+        return Check("computing", "note", f"{said}: faster than reading", "a faster disk; a server computes rather than waits")
+    return Check("computing", "good", f"{said}; a hit is read {faster:,.3g} times as fast")
+
+
+def _disk(directory: Path, config: Config) -> tuple[list[Check], float | None]:
+    """Look at the file system that a cache directory is on, or would be, and at how many bytes a second it gives, as far as it
+    does; leaves nothing behind."""
+    from headstart.diagnose.template_check import Check
+
+    checks = []
     there = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     name = str(directory)
     usage = shutil.disk_usage(there)
@@ -84,24 +120,23 @@ def _disk(directory: Path, config: Config) -> Iterator[Check]:
     room = f"{usage.free / 1e9:,.1f} GB free of {usage.total / 1e9:,.1f} GB on {_file_system(there)}"
     if usage.free <= kept:
         fix = f"free space, or lower cache.min_free ({config.cache.min_free}): until then nothing is stored"
-        yield Check(name, "bad", room, fix)
+        checks.append(Check(name, "bad", room, fix))
     else:
-        yield Check(name, "good", f"{room}, {(usage.free - kept) / 1e9:,.1f} GB of them for the cache")
+        checks.append(Check(name, "good", f"{room}, {(usage.free - kept) / 1e9:,.1f} GB of them for the cache"))
     size = min(_PROBE_BYTES, usage.free // 4) // _PIECE_BYTES * _PIECE_BYTES
     if not size:
-        return
+        return checks, None
     try:
         direct, rate = _read_rate(there, size)
     except OSError as error:
-        yield Check("reading", "bad", f"{there} cannot be written or read: {error.strerror}", "give another cache.directory")
-        return
+        said = f"{there} cannot be written or read: {error.strerror}"
+        return [*checks, Check("reading", "bad", said, "give another cache.directory")], None
     if direct:
-        yield Check("direct I/O", "good", "works: reads bypass the page cache")
+        checks.append(Check("direct I/O", "good", "works: reads bypass the page cache"))
     else:
         fix = "put cache.directory on ext4, XFS or another file system that has it"
-        yield Check(
-            "direct I/O", "note", "this file system refuses it: reads go through the page cache, for memory and CPU", fix
-        )
+        said = "this file system refuses it: reads go through the page cache, for memory and CPU"
+        checks.append(Check("direct I/O", "note", said, fix))
     said = f"{rate / 1e6:,.0f} MB/s ({size >> 20} MiB, {_PIECE_BYTES >> 20} MiB at a time, median of {_ROUNDS})"
     token = _token_bytes(config)
     if token is not None:
@@ -109,7 +144,8 @@ def _disk(directory: Path, config: Config) -> Iterator[Check]:
             f"; a hit reads {rate / token:,.0f} tokens/s at {token:,} bytes a token, and pays where computing them is slower"
         )
     slow = rate < _SLOW_BYTES_S
-    yield Check("reading", "note" if slow else "good", said, "a faster disk: an SSD, or several (cache.directory takes a list)")
+    fix = "a faster disk: an SSD, or several (cache.directory takes a list)"
+    return [*checks, Check("reading", "note" if slow else "good", said, fix)], rate
 
 
 def _read_rate(folder: Path, size: int) -> tuple[bool, float]:

@@ -16,7 +16,7 @@ from headstart.errors import NotThere, RequestError
 
 if TYPE_CHECKING:
     from headstart.diagnose.logs import Found, Log
-    from headstart.render import Renderer
+    from headstart.diagnose.reading import Reading
 
 BROKEN = 9
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
@@ -24,9 +24,9 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILES")
-@click.option(
-    "--model", metavar="MODEL", help="whose tokenizer and chat template to use; a folder with tokenizer.json is enough"
-)
+@click.option("--model", metavar="MODEL", help="whose tokenizer and chat template to use: a folder with tokenizer.json, a GGUF")
+@click.option("--as-sent", is_flag=True, help="with --model: leave in what a headstart server takes out (server.canonical)")
+@click.option("--tenants-apart", is_flag=True, help="tenants share nothing, as those of a headstart server's keys")
 @click.option("--capacity", metavar="TOKENS", help="tell also what a cache of so many tokens would find, such as 5M")
 @click.option(
     "--changes", type=click.IntRange(0, 3), default=3, show_default=True, help="how many changes to replay, a pass each"
@@ -42,6 +42,8 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 def lint(
     files: tuple[str, ...],
     model: str | None,
+    as_sent: bool,
+    tenants_apart: bool,
     capacity: str | None,
     changes: int,
     fail_on: tuple[str, ...],
@@ -68,9 +70,9 @@ def lint(
     if files.count("-") > 1:
         raise click.UsageError("standard input can be given once")
     with shown_progress() as on_progress:
-        renderer = None if model is None else _renderer(model, config_file, models_directory, on_progress)
+        reading = _reading(model, config_file, models_directory, as_sent, tenants_apart, on_progress)
         with Log(files, read_stdin=lambda: sys.stdin.buffer) as log:
-            linter = Linter(log, renderer, capacity_tokens=tokens)
+            linter = Linter(log, reading, capacity_tokens=tokens)
             done = _Done(log, on_progress)
             for found in log:
                 linter.add(found)
@@ -81,7 +83,7 @@ def lint(
             made = replayed(
                 best_changes(result, changes),
                 log,
-                renderer,
+                reading,
                 on_request=lambda n, found: done.on_request(f"change {n + 1}", found),
             )
     if page is not None:
@@ -122,15 +124,24 @@ class _Done:
             self._on_progress(stage, min(1.0, fraction))
 
 
-def _renderer(
-    model: str, config_file: Path | None, models_directory: str | None, on_progress: Callable[[str, float | None], None]
-) -> Renderer:
+def _reading(
+    model: str | None,
+    config_file: Path | None,
+    models_directory: str | None,
+    as_sent: bool,
+    tenants_apart: bool,
+    on_progress: Callable[[str, float | None], None],
+) -> Reading:
+    from headstart.diagnose.reading import Reading
+
+    if model is None:  # nothing is known of the server
+        return Reading(tenants_apart=tenants_apart)
+    from headstart.cli.rendering import renderer_of
     from headstart.cli.settings import chosen_config
-    from headstart.engine.models import resolve_tokenizer
-    from headstart.render import Renderer
 
     config = chosen_config(config_file, {"models_directory": models_directory}, model=model)
-    return Renderer.load(resolve_tokenizer(model, config.models_directory, on_progress=on_progress), light=True)
+    rules = frozenset() if as_sent else frozenset(config.server.canonical_rules)
+    return Reading(renderer_of(config, on_progress=on_progress), rules, tenants_apart)
 
 
 def _limits(told: tuple[str, ...]) -> dict[str, float]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 OnProgress = Callable[[str, float | None], None]
 
@@ -15,10 +14,14 @@ OnProgress = Callable[[str, float | None], None]
 @contextmanager
 def shown_progress() -> Iterator[OnProgress]:
     """Give a function that takes a stage's name and its fraction, where that is known. The bar is gone afterwards."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield stage_lines(lambda line: click.echo(line, err=True))
         return
+    # Not above: it takes longer to import than short commands take altogether.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("starting", total=None)

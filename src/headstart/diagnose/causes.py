@@ -59,6 +59,7 @@ class Cause(StrEnum):
     UNKNOWN = "not_remembered"
 
 
+PROVIDERS = (Cause.BELOW_MINIMUM, Cause.NO_BREAKPOINT, Cause.FAR_BREAKPOINT, Cause.LAPSED, Cause.CONCURRENT)
 LOST = (
     Cause.EVICTED,
     Cause.EXPIRED,
@@ -126,9 +127,7 @@ FIXES = {
 
 # What other servers call it: OpenAI's prompt_cache_diagnostics.reason, and Anthropic's cache_miss_reason where it does not
 # follow from the place ("system_changed", "tools_changed", "messages_changed").
-_BY_RULES = dict.fromkeys(
-    (Cause.BELOW_MINIMUM, Cause.NO_BREAKPOINT, Cause.FAR_BREAKPOINT, Cause.LAPSED, Cause.CONCURRENT), "unavailable"
-)
+_BY_RULES = dict.fromkeys(PROVIDERS, "unavailable")
 _OPENAI = {
     Cause.MODEL: "model_changed",
     Cause.ADAPTER: "model_changed",

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from headstart.diagnose.causes import Cause
 from headstart.diagnose.entries import Entry
 from headstart.diagnose.placing import Side, side_of
-from headstart.diagnose.prints import PiecePrint, Print
+from headstart.diagnose.prints import TENANT, PiecePrint, Print
+from headstart.diagnose.reading import Reading
 from headstart.diagnose.report import report_of
-from headstart.diagnose.requests import Conversation, Piece
+from headstart.diagnose.requests import NAMESPACE, Conversation, Piece
 from headstart.errors import RequestError
-from headstart.render import Renderer
+from headstart.render.messages import ROLES
 
 _STEPS = 4  # of a path that are told apart
 _AT_TOOLS = (Cause.TOOLS_REORDERED, Cause.TOOLS_CHANGED)
@@ -39,17 +40,13 @@ class Break:
     causes: tuple[Lost, ...]
 
 
-def compare_sources(a: Entry, b: Entry, renderer: Renderer | None) -> Break | None:
+def compare_sources(a: Entry, b: Entry, reading: Reading) -> Break | None:
     """Return what parts two requests; None where nothing does, or they cannot be compared."""
     assert a.source is not None
     assert b.source is not None
     try:
-        sides = [
-            side_of(entry.id, entry.source.conversation(as_sent=renderer is None), renderer)
-            for entry in (a, b)
-            if entry.source is not None
-        ]
-        report = report_of(*sides, begin_id=None if renderer is None else renderer.begin_id)
+        sides = [side_of(entry.id, reading.conversation(entry), reading.renderer) for entry in (a, b)]
+        report = report_of(*sides, begin_id=reading.begin_id)
     except (RequestError, ValueError):  # text beside token ids
         return None
     lost = [
@@ -85,7 +82,7 @@ def role_at(conversation: Conversation, piece: Piece) -> str | None:
     if piece.where[0] != "messages" or not piece.path.startswith(("messages", "input")):
         return None
     role = str(conversation.messages[int(piece.where[1])]["role"])
-    return "system" if role == "developer" else role
+    return "system" if role == "developer" else role if role in ROLES else "other"  # which may be any text
 
 
 def _role(sides: Sequence[Side], path: str) -> str | None:
@@ -96,14 +93,12 @@ def _role(sides: Sequence[Side], path: str) -> str | None:
     return None
 
 
-def compare_prints(a: Entry, b: Entry) -> Break | None:
+def compare_prints(a: Entry, b: Entry, reading: Reading) -> Break | None:
     """Like `compare_sources`, of what `record` kept: to the piece, and by the names that each cause alone would leave equal."""
-    assert a.kept is not None
-    assert b.kept is not None
-    ours, theirs = a.kept, b.kept
+    ours, theirs = reading.kept(a), reading.kept(b)
     for name in sorted(ours.apart.keys() | theirs.apart.keys()):
         if ours.apart.get(name, "") != theirs.apart.get(name, ""):
-            cause = Cause.MODEL if name == "model" else Cause.SALT if "key" in name or "salt" in name else Cause.ADAPTER
+            cause = Cause.MODEL if name == "model" else Cause.SALT if name in (*NAMESPACE, TENANT) else Cause.ADAPTER
             return _broken(a, b, cause, name, 0)
     n = next((n for n, (x, y) in enumerate(zip(ours.pieces, theirs.pieces, strict=False)) if x.name != y.name), None)
     if n is None:

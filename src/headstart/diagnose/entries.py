@@ -27,6 +27,7 @@ _USER_SESSION = re.compile(r"session_([0-9a-fA-F-]{8,})")  # how a coding agent 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant"}
 _ROLES |= {"system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant"}
 _MINUTE_MS = 100_000_000_000  # a time in seconds is smaller, in milliseconds larger
+_LATEST_MS = 1 << 52
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Entry:
     tags: tuple[str, ...] = ()
     usage: Usage = Usage()
     answer: str | None = None
+    cut: bool = False  # whether the answer was ended by its limit
 
 
 def entries_of(name: str, value: object) -> list[Entry]:
@@ -69,25 +71,33 @@ def entries_of(name: str, value: object) -> list[Entry]:
 
 
 def _entry(name: str, value: Mapping[str, Any], source: Source | None, kept: Print | None) -> Entry:
-    response = value.get("response")
-    if isinstance(response, Mapping) and isinstance(response.get("body"), Mapping):
-        response = response["body"]
+    response = _response(value)
     places = [value, *_inside(value)]
     return Entry(
         id=next(iter(ids_of(value)), name),
         source=source,
         kept=kept,
-        at=next((at for key in _AT if (at := time_of(value.get(key))) is not None), None),
-        end=next((at for key in _END if (at := time_of(value.get(key))) is not None), None),
+        at=begun_and_ended(value)[0],
+        end=begun_and_ended(value)[1],
         session=_named(places, _SESSIONS) or _agent_session(places),
         tenant=_named(places, _TENANTS),
         tags=_tags(places),
-        usage=next(
-            (usage for place in (value, response) if isinstance(place, Mapping) and (usage := usage_of(place.get("usage")))),
-            usage_of(value) or Usage(),
-        ),
+        usage=usage_in(value),
         answer=answer_of(response),
+        cut=_is_cut(response),
     )
+
+
+def _response(value: Mapping[str, Any]) -> object:
+    response = value.get("response")
+    return response["body"] if isinstance(response, Mapping) and isinstance(response.get("body"), Mapping) else response
+
+
+def usage_in(value: Mapping[str, Any]) -> Usage:
+    """Return what an entry's server counted, wherever that stands."""
+    places = (value, _response(value))
+    told = (usage_of(place.get("usage")) for place in places if isinstance(place, Mapping))
+    return next((usage for usage in told if usage), usage_of(value) or Usage())
 
 
 def _inside(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -134,10 +144,18 @@ def _tags(places: list[Mapping[str, Any]]) -> tuple[str, ...]:
     return ()
 
 
+def begun_and_ended(value: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return when the request of an entry was sent and had its answer, in seconds since 1970."""
+    found = ((time_of(value.get(key)) for key in keys) for keys in (_AT, _END))
+    begun, ended = (next((at for at in times if at is not None), None) for times in found)
+    return begun, ended
+
+
 def time_of(value: object) -> float | None:
     """Return seconds since 1970 of a time as logs write it."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return value / 1000 if value > _MINUTE_MS else float(value)
+        seconds = value / 1000 if _MINUTE_MS < value < _LATEST_MS else value
+        return float(seconds) if abs(seconds) < _LATEST_MS else None  # NaN and infinity are none either
     if not isinstance(value, str):
         return None
     try:
@@ -182,7 +200,25 @@ def answer_of(response: object) -> str | None:
             plain = not (message.get("tool_calls") or message.get("reasoning_content"))
             return message["content"] if plain and isinstance(message.get("content"), str) else None
         return choices[0]["text"] if isinstance(choices[0].get("text"), str) else None
-    return None
+    parts = response.get("content")  # Anthropic's
+    output = response.get("output")
+    if isinstance(output, list) and len(output) == 1 and isinstance(output[0], Mapping):  # a Response's only message
+        parts = output[0].get("content")
+    if not isinstance(parts, list) or not parts:
+        return None
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") in ("text", "output_text")]
+    said = [text for text in texts if isinstance(text, str)]
+    return "".join(said) if len(said) == len(parts) else None
+
+
+def _is_cut(response: object) -> bool:
+    """Whether an answer was ended by its limit: its last token was made, and nothing computed of it."""
+    if not isinstance(response, Mapping):
+        return False
+    choices = response.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+        return choices[0].get("finish_reason") == "length"
+    return response.get("stop_reason") == "max_tokens" or response.get("status") == "incomplete"
 
 
 def _proxied(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,7 +257,8 @@ def _har(name: str, value: Mapping[str, Any]) -> list[Entry]:
     source = source_of(name, body) if isinstance(body, Mapping) else None
     if source is None:
         return []
-    content = value.get("response", {}).get("content", {})
+    answer = value.get("response")
+    content = answer.get("content") if isinstance(answer, Mapping) else None
     response = whole_answer(str(content.get("text", ""))) if isinstance(content, Mapping) else None
     at, took = time_of(value["startedDateTime"]), value.get("time")
     end = at + took / 1000 if at is not None and isinstance(took, int | float) else None

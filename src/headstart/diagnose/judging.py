@@ -18,6 +18,7 @@ from headstart.diagnose.requests import Conversation, equal_form
 from headstart.diagnose.texts import changing, form, header, parsed_calls, same_json, spaces
 
 _AROUND = 80  # characters before and behind a difference in which a value may begin or end
+_LONGEST = 1 << 14  # characters of a difference that may be nothing but times and ids; texts part and meet again between them
 
 
 def verdict_of(difference: Difference, *, begin_id: int | None) -> Verdict:
@@ -82,7 +83,7 @@ def _image(d: Difference) -> Verdict | None:
 
 def _tools(d: Difference) -> Verdict | None:
     ours, theirs = d.a.conversation.tools or [], d.b.conversation.tools or []
-    if json.dumps(ours, default=str) == json.dumps(theirs, default=str) or not (at_tools(d.a_place) or at_tools(d.b_place)):
+    if not (at_tools(d.a_place) or at_tools(d.b_place)) or _spelled(ours, theirs):
         return None
     forms = [[equal_form(tool) for tool in tools] for tools in (ours, theirs)]
     if forms[0] == forms[1]:
@@ -194,6 +195,8 @@ def _text(d: Difference) -> Verdict | None:
         return Verdict(Cause.WHITESPACE, said)
     if (said := form(a, b)) is not None:
         return Verdict(Cause.UNICODE, said)
+    if max(d.a_end - d.a_char, d.b_end - d.b_char) > _LONGEST:
+        return None
     standing = any(_is_standing(side, place) for side, place in ((d.a, d.a_place), (d.b, d.b_place)))
     return changing(a, b, len(before), numbers=standing)
 
@@ -230,7 +233,7 @@ def _equal_calls(d: Difference) -> bool:
 
 
 def _spelled(x: object, y: object) -> bool:
-    return json.dumps(x, default=str) == json.dumps(y, default=str)
+    return x is y or json.dumps(x, default=str) == json.dumps(y, default=str)
 
 
 def _is_standing(side: Side, place: Place) -> bool:

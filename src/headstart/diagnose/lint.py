@@ -19,18 +19,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.diagnose.causes import Cause
 from headstart.diagnose.comparing import Break, compare_prints, compare_sources
 from headstart.diagnose.entries import Entry
-from headstart.diagnose.known import NOBODY, Known
+from headstart.diagnose.known import NOBODY, Known, Names
 from headstart.diagnose.logs import Found, Locator, Log, Unread
-from headstart.diagnose.prints import Print, data_of, print_of, with_answer
+from headstart.diagnose.prints import TENANT, Print, data_of, print_of, with_answer
 from headstart.diagnose.providers import Times, rules
+from headstart.diagnose.reading import Reading
 from headstart.diagnose.tallies import Finding, Findings, Groups, Lint, Logged, Lru, Sample, Sampled, Tally
 from headstart.errors import RequestError
-from headstart.render import Renderer
 
 JUDGED = 2000  # differences of which each is compared
 _SEGMENTS = 8_000_000  # names of pieces and lines that are remembered
@@ -50,17 +51,17 @@ class _Seen:
     lengths: array[int] = field(default_factory=lambda: array("I"))
     numbers: array[int] = field(default_factory=lambda: array("I"))
     turns: array[int] = field(default_factory=lambda: array("I"))
-    models: array[int] = field(default_factory=lambda: array("q"))
+    groups: array[int] = field(default_factory=lambda: array("q"))
     begins: array[float] = field(default_factory=lambda: array("d"))
     ends: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, locator: Locator, entry: Entry, model: str) -> int:
+    def add(self, locator: Locator, entry: Entry, group: int) -> int:
         self.files.append(locator.file)
         self.offsets.append(locator.offset)
         self.lengths.append(locator.length)
         self.numbers.append(locator.number)
         self.turns.append(locator.turn)
-        self.models.append(hash(model))
+        self.groups.append(group)
         self.begins.append(float("nan") if entry.at is None else entry.at)
         self.ends.append(float("nan") if entry.end is None else entry.end)
         return len(self.files) - 1
@@ -75,18 +76,16 @@ class _Seen:
 
 
 class Linter:
-    """`add` every request of `log` in order, then ask for the `result`. `renderer` makes token counts exact; `capacity_tokens`
-    asks what a cache of that size, least recently used out, would find."""
+    """`add` every request of `log` in order, then ask for the `result`. A `reading` with a renderer makes token counts exact;
+    `capacity_tokens` asks what a cache of that size, least recently used out, would find."""
 
-    def __init__(
-        self, log: Log, renderer: Renderer | None, *, capacity_tokens: int | None = None, judged: int = JUDGED
-    ) -> None:
+    def __init__(self, log: Log, reading: Reading, *, capacity_tokens: int | None = None, judged: int = JUDGED) -> None:
         self._log = log
-        self._renderer = renderer
+        self._reading = reading
         self._blocks = Known()
         self._segments = Known(_SEGMENTS)
         self._seen = _Seen()
-        self._recent: OrderedDict[int, frozenset[int]] = OrderedDict()
+        self._recent: OrderedDict[int, Names] = OrderedDict()  # sorted
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._lru = None if capacity_tokens is None else Lru(capacity_tokens // BLOCK_TOKENS)
         self._capacity_tokens = capacity_tokens
@@ -102,6 +101,7 @@ class Linter:
         self._unread = 0
         self._whys: dict[str, str] = {}
         self._inexact = 0
+        self._canonical = 0
 
     def add(self, found: Found) -> None:
         """Take one more request, or place without one."""
@@ -145,27 +145,28 @@ class Linter:
             logged=self._logged if self._logged.requests else None,
             capacity_tokens=self._capacity_tokens,
             samples=self._samples.taken(),
+            canonical=self._canonical,
         )
 
     def _printed(self, entry: Entry) -> tuple[Print, bytes]:
         if entry.kept is not None:
-            return entry.kept, b""
-        assert entry.source is not None
-        conversation = entry.source.conversation(as_sent=self._renderer is None)
-        data = data_of(conversation, self._renderer)
+            return self._reading.kept(entry), b""
+        conversation = self._reading.conversation(entry)
+        self._canonical += bool(conversation.acted)
+        data = data_of(conversation, self._reading.renderer)
         return print_of(conversation, data), data.content
 
     def _nearest(self, printed: Print, entry: Entry, kept: int) -> int | None:
         """Return the earlier prompt that has most of this one's text; None where it has none behind what is found again."""
-        names, weights = printed.segments.tolist(), printed.weights.tolist()
         votes: dict[int, int] = {}
-        for owner, weight in zip(self._segments.owners(printed.segments).tolist(), weights, strict=True):
+        owners = self._segments.owners(printed.segments)
+        for owner, weight in zip(owners.tolist(), printed.weights.tolist(), strict=True):
             if owner != NOBODY:
                 votes[owner] = votes.get(owner, 0) + weight
         before = self._sessions.get(entry.session) if entry.session is not None else None
-        # Nothing of one model is of use to another, so only a session that has changed its model is told of that.
-        model = hash(printed.apart.get("model", ""))
-        votes = {owner: weight for owner, weight in votes.items() if self._seen.models[owner] == model}
+        # Nothing of one model or tenant is of use to another, so only a session that has changed its own is told of that.
+        group = _group(printed)
+        votes = {owner: weight for owner, weight in votes.items() if self._seen.groups[owner] == group}
         asked = sorted(votes, key=lambda owner: (-votes[owner], -owner))[:_ASKED]
         if before is not None and before not in asked:
             asked.append(before)
@@ -176,10 +177,8 @@ class Linter:
         def shared(owner: int) -> tuple[int, int]:
             """Weigh what is shared in all, and behind what is found again."""
             mine = self._recent.get(owner)
-            if mine is None:  # too old: only what nobody has had since is known to be its own
-                has = self._segments.owners(printed.segments) == owner
-            else:
-                has = np.fromiter((name in mine for name in names), bool, len(names))
+            # Of one that is too old only what nobody has had since is known to be its own.
+            has = owners == owner if mine is None else _inside(printed.segments, mine)
             return int(printed.weights[has].sum()), int(printed.weights[has & behind].sum())
 
         weighed = {owner: shared(owner) for owner in asked}
@@ -198,9 +197,9 @@ class Linter:
         other = self._log.read(self._seen.locator(nearest))
         if entry.kept is not None or other.kept is not None:
             both = entry.kept is not None and other.kept is not None
-            parted = compare_prints(other, entry) if both else None
+            parted = compare_prints(other, entry, self._reading) if both else None
         else:
-            parted = compare_sources(other, entry, self._renderer)
+            parted = compare_sources(other, entry, self._reading)
         if parted is None:
             return 0, weight, None
         # What any prompt gives is not lost, be it another one than the one that is compared with.
@@ -231,18 +230,20 @@ class Linter:
         self._logged.add(prompt, usage.cached_tokens, scaled, cause)
 
     def _remember(self, locator: Locator, entry: Entry, printed: Print, content: bytes) -> None:
-        number = self._seen.add(locator, entry, printed.apart.get("model", ""))
+        number = self._seen.add(locator, entry, _group(printed))
         self._blocks.put(printed.chain, number)
         if self._lru is not None:
             self._lru.put(printed.chain.tolist())
-        longer = with_answer(entry.answer, content, self._renderer) if content and entry.answer else None
+        longer = None
+        if content and entry.answer:
+            longer = with_answer(entry.answer, content, self._reading.renderer, cut=entry.cut)
         if longer is not None:
             answered = printed.longer(longer)
             self._blocks.put(answered, number)
             if self._lru is not None:
                 self._lru.put(answered.tolist())
         self._segments.put(printed.segments, number)
-        self._recent[number] = frozenset(printed.segments.tolist())
+        self._recent[number] = np.sort(printed.segments)
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
         if entry.session is not None:
@@ -255,6 +256,20 @@ class Linter:
         self._unread += 1
         if len(self._whys) < _WHYS:
             self._whys.setdefault(unread.why, f"{unread.name}: {unread.why}")
+
+
+def _group(printed: Print) -> int:
+    """Return a name for those that may share, as far as a log is searched for them."""
+    return hash((printed.apart.get("model", ""), printed.apart.get(TENANT)))
+
+
+def _inside(names: Names, sorted_names: Names) -> npt.NDArray[np.bool_]:
+    """Return which of `names` are there."""
+    if not len(sorted_names):
+        return np.zeros(len(names), bool)
+    at = np.minimum(np.searchsorted(sorted_names, names), len(sorted_names) - 1)
+    found: npt.NDArray[np.bool_] = sorted_names[at] == names
+    return found
 
 
 def fails(lint: Lint, limits: Mapping[str, float]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from headstart.diagnose.lint import Lint
-from headstart.diagnose.lint_show import lines_of, shown_name
+from headstart.diagnose.lint_show import cost_of, lines_of, shown_name
 from headstart.diagnose.mending import Change
 from headstart.diagnose.show import Prices
 from headstart.diagnose.tallies import Tally
@@ -53,7 +53,9 @@ def _body(lint: Lint, changes: Sequence[Change], prices: Prices, text: bool) -> 
     about = "" if lint.exact else "about "
     yield f"<h1>{all.share(all.kept):.0%} of all prompt tokens could come from a cache</h1>"
     if all.lost:
-        yield f"<p>Another {all.share(all.lost):.0%} could too, but something before them changes from request to request.</p>"
+        cost = "" if (said := cost_of(all.lost, prices)) is None else f" That is {said}."
+        yield f"<p>Another {all.share(all.lost):.0%} could too, but something before them changes from request to request."
+        yield f"{cost}</p>"
     yield f'<p class="soft">{all.requests:,} requests, {about}{all.tokens:,} tokens in their prompts</p>'
     yield "<h2>Where the tokens went</h2>"
     yield _key()
@@ -78,10 +80,14 @@ def _body(lint: Lint, changes: Sequence[Change], prices: Prices, text: bool) -> 
                 for one in lint.findings[:_ROWS]
             ),
         )  # fmt: skip
-    for kind, groups in lint.groups.items():
+    for n, (kind, groups) in enumerate(lint.groups.items()):
         yield f"<h2>By {kind}</h2>"
+        if n == 0 and not text:
+            yield '<p class="soft">Digests stand for names; <code>--show-text</code> writes them out.</p>'
         rows = ((escape(shown_name(name, text=text)), *_cells(tally)) for name, tally in groups[:_ROWS])
         yield from _table((kind, "requests", "tokens", "found again", "lost", "unique"), rows)
+        if len(groups) > _ROWS:
+            yield f'<p class="soft">and {len(groups) - _ROWS:,} more</p>'
     yield "<h2>In words</h2><pre>"
     yield escape("\n".join(lines_of(lint, changes, prices, text=text)))
     yield "</pre>"

@@ -20,7 +20,9 @@ _EVIDENCE = 160
 
 def shown_name(name: str, *, text: bool) -> str:
     """Return the name of a tenant, session or tag, or its digest where what a log says is not to be shown."""
-    return name if text or name == OTHERS else f"#{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    if text or name == OTHERS:
+        return visible(name)
+    return f"#{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
 def lines_of(lint: Lint, changes: Sequence[Change], prices: Prices, *, text: bool) -> Iterator[str]:
@@ -39,7 +41,7 @@ def lines_of(lint: Lint, changes: Sequence[Change], prices: Prices, *, text: boo
         )
     yield _share_line(all, "lost", all.lost, "an earlier prompt has them, but behind a difference")
     yield _share_line(all, "unique", all.unique, "no earlier prompt has them")
-    if (said := _cost(all.lost, prices)) is not None:
+    if (said := cost_of(all.lost, prices)) is not None:
         yield f"            what is lost: {said}"
     if lint.findings:
         yield ""
@@ -130,6 +132,11 @@ def _notes(lint: Lint) -> Iterator[str]:
         notes.append(
             f"{lint.judged:,} of {lint.breaks:,} differences were compared, evenly chosen; what is lost is scaled from these"
         )
+    if lint.canonical:
+        notes.append(
+            f"of {lint.canonical:,} requests a header line was taken out first, as a headstart server does (server.canonical); "
+            "other servers compute it, and everything behind it, again: --as-sent counts that"
+        )
     if lint.findings:
         notes.append("what is lost is an upper bound: it assumes a cache that keeps everything and has written it in time")
     for note in notes:
@@ -137,7 +144,8 @@ def _notes(lint: Lint) -> Iterator[str]:
         yield from _wrapped("note  ", note)
 
 
-def _cost(tokens: int, prices: Prices) -> str | None:
+def cost_of(tokens: int, prices: Prices) -> str | None:
+    """Return what computing so many tokens takes and costs, as far as that is known."""
     said = []
     if (ms := prices.ms(tokens)) is not None:
         said.append(f"{ms / 1000:,.0f} s of computing")
@@ -158,6 +166,7 @@ def json_of(lint: Lint, changes: Sequence[Change], prices: Prices, *, text: bool
         "exact": lint.exact,
         "unread": lint.unread,
         "unread_such_as": list(lint.unread_such_as),
+        "canonical_requests": lint.canonical,
         **_tally(lint.all),
         "capacity_tokens": lint.capacity_tokens,
         "lost_ms": prices.ms(lint.all.lost),

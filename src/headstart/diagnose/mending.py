@@ -20,11 +20,11 @@ from headstart.diagnose.judging import without_thought
 from headstart.diagnose.known import Known
 from headstart.diagnose.logs import Found, Log, Unread
 from headstart.diagnose.prints import BLOCK_BYTES, data_of, named_chain, with_answer
+from headstart.diagnose.reading import Reading
 from headstart.diagnose.requests import Conversation, Piece, Where, conversation_of, equal_form
 from headstart.diagnose.tallies import Lint
 from headstart.diagnose.texts import masked, plain
 from headstart.errors import RequestError
-from headstart.render import Renderer
 
 _IN_TEXT = (Cause.TIME, Cause.ID, Cause.HEADER, Cause.WHITESPACE, Cause.UNICODE, Cause.JSON)
 _MENDED = (*_IN_TEXT, Cause.TOOLS_REORDERED, Cause.TOOLS_RESERIALISED, Cause.SHAPE, Cause.REASONING)
@@ -59,7 +59,7 @@ def best_changes(lint: Lint, most: int) -> list[Change]:
 
 
 def replayed(
-    changes: Sequence[Change], log: Log, renderer: Renderer | None, *, on_request: Callable[[int, Found], None]
+    changes: Sequence[Change], log: Log, reading: Reading, *, on_request: Callable[[int, Found], None]
 ) -> list[Change]:
     """Return the changes with what the log gives once they are made, one after another. `on_request` is told the number of the
     change and the request that is counted."""
@@ -67,12 +67,12 @@ def replayed(
     for n, change in enumerate(changes):
         if change.cause in _MENDED:
             made = [*(one for one in done if one.replayed_tokens is not None), change]
-            change = replace(change, replayed_tokens=_count(made, log, renderer, partial(on_request, n)))
+            change = replace(change, replayed_tokens=_count(made, log, reading, partial(on_request, n)))
         done.append(change)
     return done
 
 
-def _count(changes: Sequence[Change], log: Log, renderer: Renderer | None, on_request: Callable[[Found], None]) -> int | None:
+def _count(changes: Sequence[Change], log: Log, reading: Reading, on_request: Callable[[Found], None]) -> int | None:
     """Return how many tokens an ideal cache finds again; None for a log without texts."""
     blocks, kept = Known(), 0
     for number, found in enumerate(log):
@@ -83,8 +83,8 @@ def _count(changes: Sequence[Change], log: Log, renderer: Renderer | None, on_re
         if entry.source is None:
             return None
         try:
-            conversation = mended(entry.source.conversation(as_sent=renderer is None), changes)
-            data = data_of(conversation, renderer)
+            conversation = mended(reading.conversation(entry), changes)
+            data = data_of(conversation, reading.renderer)
         except RequestError:
             continue
         chain = named_chain(conversation, data)
@@ -92,7 +92,7 @@ def _count(changes: Sequence[Change], log: Log, renderer: Renderer | None, on_re
             usable = (data.tokens - 1) // (BLOCK_BYTES // 4)
             kept += min(blocks.longest(chain), usable) * (BLOCK_BYTES // 4)
         blocks.put(chain, number)
-        longer = with_answer(entry.answer, data.content, renderer) if entry.answer else None
+        longer = with_answer(entry.answer, data.content, reading.renderer, cut=entry.cut) if entry.answer else None
         if longer is not None:
             blocks.put(named_chain(conversation, replace(data, content=longer)), number)
     return kept

@@ -18,6 +18,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -185,7 +186,7 @@ def _written(conversation: Conversation) -> tuple[str, list[Span]]:
     def add_value(value: object, where: Where) -> None:
         if isinstance(value, dict) and value:
             for n, (key, item) in enumerate(value.items()):
-                add(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+                add(f"{', ' if n else '{'}{_quoted(key)}: ")
                 add_value(item, (*where, str(key)))
             add("}")
         elif isinstance(value, list) and value:
@@ -201,9 +202,19 @@ def _written(conversation: Conversation) -> tuple[str, list[Span]]:
         else:
             add(json.dumps(value, default=str), next(iter(pieces.get(where, ())), None))
 
-    for n, tool in enumerate(conversation.tools or ()):
-        add_value(tool, ("tools", n))
-        add("\n")
+    described = conversation.described
+    known = described is not None and described.tools is conversation.tools
+    if described is not None and known and described.written is not None:
+        text, before = described.written
+        parts.append(text)
+        spans += before
+        length = len(text)
+    else:
+        for n, tool in enumerate(conversation.tools or ()):
+            add_value(tool, ("tools", n))
+            add("\n")
+        if described is not None and known:
+            described.written = "".join(parts), tuple(spans)
     for n, message in enumerate(conversation.messages):
         for key, value in message.items():
             where: Where = ("messages", n, key)
@@ -219,6 +230,11 @@ def _written(conversation: Conversation) -> tuple[str, list[Span]]:
                 add_value(value, where)
         add("<end>\n")  # or a longer message would only go on behind this one
     return "".join(parts), spans
+
+
+@lru_cache(maxsize=4096)
+def _quoted(key: object) -> str:
+    return json.dumps(key, ensure_ascii=False)
 
 
 def _rendered(conversation: Conversation, renderer: Renderer) -> tuple[str, list[Span]]:

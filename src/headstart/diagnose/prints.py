@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from headstart.render import Renderer
 
 BLOCK_BYTES = 256  # 64 token ids as u32, or 64 tokens of text by estimate
 RECORD = "headstart_record"
+TENANT = "tenant"  # in `apart`, where tenants share nothing
 _SHORTEST = 32  # characters of a piece or a line that has a name
 _LINES = 16  # of a piece that have names
 _AROUND_CHARS = 12  # that a piece costs besides its text: names, quotes, roles
@@ -65,6 +66,11 @@ class Print:
         """Return how many tokens are found again where the first `blocks` blocks are known; one is left to compute."""
         return max(0, min(blocks, (self.tokens - 1) // BLOCK_TOKENS)) * BLOCK_TOKENS
 
+    def of_tenant(self, tenant: str) -> Print:
+        """Return it as one that has nothing in common with those of other tenants."""
+        name = xxhash.xxh3_64_intdigest(tenant.encode("utf-8", "surrogatepass"))
+        return replace(self, chain=self.chain ^ np.uint64(name), apart={**self.apart, TENANT: tenant})
+
     def longer(self, content: bytes) -> Names:
         """Return the chain of `content`, which begins with this prompt."""
         return chain_of(content, _root(self.apart))
@@ -96,12 +102,14 @@ def data_of(conversation: Conversation, renderer: Renderer | None) -> Data:
     return Data(np.array(ids, np.uint32).tobytes(), exact=True)
 
 
-def with_answer(answer: str, content: bytes, renderer: Renderer | None) -> bytes | None:
-    """Return a prompt with its answer behind it, which a server keeps as well; None for what is no text."""
+def with_answer(answer: str, content: bytes, renderer: Renderer | None, *, cut: bool) -> bytes | None:
+    """Return a prompt with its answer behind it, which a server keeps as well; None for what is no text. Of an answer that was
+    `cut` the last token is not kept: nobody computed what follows it."""
     if renderer is None:
         return content + f"assistant:\n{answer}<end>\n".encode("utf-8", "surrogatepass")
     try:
-        return content + np.array(renderer.ids(answer, special_tokens=False), np.uint32).tobytes()
+        ids = renderer.ids(answer, special_tokens=False)
+        return content + np.array(ids[:-1] if cut else ids, np.uint32).tobytes()
     except RequestError:
         return None
 

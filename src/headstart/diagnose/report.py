@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headstart.block.keys import BLOCK_TOKENS
+from headstart.diagnose.around import Around
 from headstart.diagnose.causes import FIXES, Cause, names_of
 from headstart.diagnose.compare import Hunk, common, hunks
 from headstart.diagnose.differences import Difference, at_tools, difference_of, role_of
@@ -22,20 +23,6 @@ _AROUND = 12  # tokens shown on either side
 _FINDINGS = 8
 _ONCE = {Cause.TOOLS_REORDERED, Cause.TOOLS_RESERIALISED, Cause.TOOLS_CHANGED}
 _SHORTENED = {Cause.SUMMARISED, Cause.TRUNCATED}
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """A side of a difference: the token that differs (None behind the end, or where no tokenizer is known), how many tokens
-    are before it, and the text before, of and behind what differs."""
-
-    token: int | None
-    position: int
-    path: str
-    offset: int | None
-    before: str
-    text: str
-    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +76,10 @@ class Report:
     @property
     def differs(self) -> bool:
         return bool(self.findings)
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
 
     @property
     def kept_blocks(self) -> int:
@@ -174,7 +165,7 @@ def _finding(d: Difference, cause: Cause, evidence: str, b_tokens: int) -> Findi
         openai=names.openai,
         anthropic=names.anthropic,
         path=place.path,
-        offset=place.offset,
+        offset=_offset(place),
         a=_around(d.a, d.hunk.a, d.hunk.a_end, d.a_char, d.a_end, d.a_place),
         b=_around(d.b, d.hunk.b, d.hunk.b_end, d.b_char, d.b_end, d.b_place),
         kept_tokens=_kept(d.b.tokens(d.hunk.b), b_tokens),
@@ -185,17 +176,23 @@ def _around(side: Side, unit: int, end: int, char: int, char_end: int, place: Pl
     units = side.units
     token = int(units[unit]) if side.exact and unit < len(units) else None
     position = side.tokens(unit)
+    offset = _offset(place)
     if side.text is None:
         shown = [
             " ".join(map(str, units[x:y].tolist()))
             for x, y in ((max(0, unit - _AROUND), unit), (unit, min(end, unit + _AROUND)))
         ]
-        return Around(token, position, place.path, place.offset, shown[0], shown[1], "")
+        return Around(token, position, place.path, offset, shown[0], shown[1], "")
     wide = _AROUND if side.exact else _AROUND * ESTIMATED_BYTES
     begin = side.char(max(0, unit - wide))
     stop = min(max(char_end, char), side.char(unit + 2 * wide))
     after = side.char(min(len(units), max(end, unit) + wide)) if stop >= char_end else stop
-    return Around(token, position, place.path, place.offset, side.text[begin:char], side.text[char:stop], side.text[stop:after])
+    return Around(token, position, place.path, offset, side.text[begin:char], side.text[char:stop], side.text[stop:after])
+
+
+def _offset(place: Place) -> int | None:
+    """Return the character of a place in what the client wrote."""
+    return None if place.offset is None or place.piece is None else place.offset + place.piece.skipped
 
 
 def _notes(a: Side, b: Side, tokens: Sequence[int], shared: int, differs: bool) -> list[str]:
@@ -214,6 +211,11 @@ def _notes(a: Side, b: Side, tokens: Sequence[int], shared: int, differs: bool) 
                 f"{Cause.SHAPE}: the content of messages[{min(shapes)}] is a string on one side, a list of parts on the other; "
                 "headstart renders both alike, other servers may not"
             )
+    if acted := sorted(ours.acted | theirs.acted):
+        notes.append(
+            f"taken out before comparing, as a headstart server does (server.canonical): {', '.join(acted)}; other servers "
+            "compute it, and --as-sent compares it"
+        )
     if any(piece.kind == "image" for side in (ours, theirs) for piece in side.pieces):
         notes.append("what is no text, such as an image, counts here by its digest; its tokens are not known without the model")
     if a.exact and b.exact and equal_form(ours.template) != equal_form(theirs.template) and not differs:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headstart.diagnose.described import Described, Remembered
 from headstart.errors import RequestError
+from headstart.render.canonical import MARKS, header_characters
 
 PieceKind = Literal["text", "image", "reasoning", "fixed"]
 Where = tuple[str | int, ...]  # ("messages", 2, "content"), in the conversation
 
-_NAMESPACE = ("cache_salt", "extra_key", "user_id", "prompt_cache_key")
+NAMESPACE = ("cache_salt", "extra_key", "user_id", "prompt_cache_key")
 _ADAPTER = ("lora", "lora_name", "lora_path", "adapter", "adapter_name", "adapter_id")
 _TEMPLATE = (
     "chat_template",
@@ -32,25 +34,29 @@ _TEMPLATE = (
 )
 # What a template tests rather than writes; a mark in these would change what it does.
 _TESTED = {"role", "type"}
+_TOOLS = Remembered()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One value of a request. `path` is where the client wrote it, `where` the string of the conversation that has it from
-    character `begin` on. A "fixed" piece is one that templates test, or no text; it cannot be followed into a prompt."""
+    character `begin` on. A "fixed" piece is one that templates test, or no text; it cannot be followed into a prompt. Of what
+    the client wrote the first `skipped` characters are left out."""
 
     path: str
     where: Where
     text: str
     kind: PieceKind = "text"
     begin: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """`prompt` is set instead of messages where the request is one text or a list of token ids. `namespace`, `adapter` and
     `template` hold the fields of the request that keep caches apart or change how it is rendered; `shapes` says of a message
-    whether its content was a "string" or "parts", where a server may render these differently."""
+    whether its content was a "string" or "parts", where a server may render these differently; `acted` names the rules of
+    canonical form that took something out."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -63,31 +69,37 @@ class Conversation:
     template: dict[str, Any] = field(default_factory=dict)
     special_tokens: bool | None = None
     shapes: dict[int, str] = field(default_factory=dict)
+    acted: frozenset[str] = frozenset()
+    described: Described | None = field(default=None, compare=False)  # of `tools`, while these are as they were sent
 
 
-def conversation_of(body: object, *, as_sent: bool = False) -> Conversation:
+def conversation_of(body: object, *, as_sent: bool = False, rules: Collection[str] = ()) -> Conversation:
     """Return what a request's JSON asks to be computed. Raises RequestError naming the place.
 
-    `as_sent` leaves arguments of tool calls as they were written, for a server that nothing is known of."""
+    `as_sent` leaves arguments of tool calls as they were written, for a server that nothing is known of. `rules` of canonical
+    form are those of a server of ours; marks for caches and the shape of content change nothing here without them, too."""
     if isinstance(body, list):
         body = {"messages": body}
     if not isinstance(body, Mapping):
         raise _wrong("the request", "must be a JSON object")
     if "messages" in body:
-        build = _Build(as_sent, flat=False)
+        build = _Build(as_sent, rules)
         (_anthropic if is_anthropic(body) else _chat)(build, body)
     elif "input" in body or "instructions" in body:
-        build = _Build(as_sent, flat=True)
+        build = _Build(as_sent, rules)
         _responses(build, body)
     elif "prompt" in body:
         return Conversation(prompt=_one_prompt(body["prompt"]), **_common(body))
     else:
         raise _wrong("the request", "has no messages, input or prompt; give the body of a request")
+    described = build.described()
     return Conversation(
         messages=build.messages,
-        tools=build.tools or None,
-        pieces=tuple(build.pieces()),
+        tools=described.tools or None,
+        pieces=(*described.pieces, *build.pieces()),
+        described=described,
         shapes=build.shapes,
+        acted=frozenset(build.acted),
         **_common(body),
     )
 
@@ -112,9 +124,10 @@ def _numbers(value: object) -> object:
 class _Build:
     """Messages and tools in the making. `origin` says for a place in the conversation which path the client knows it by."""
 
-    def __init__(self, as_sent: bool, *, flat: bool) -> None:
+    def __init__(self, as_sent: bool, rules: Collection[str]) -> None:
         self.as_sent = as_sent
-        self.flat = flat
+        self.acted: set[str] = set()
+        self._rules = rules
         self.messages: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] = []
         self.shapes: dict[int, str] = {}
@@ -132,8 +145,14 @@ class _Build:
         """Add text to a string of message `at`."""
         where: Where = ("messages", at, key)
         before = self.messages[at].get(key) or ""
+        skipped = 0
+        if where == ("messages", 0, "content") and where not in self._parts and "billing-header" in self._rules:
+            skipped = header_characters(text) if self.messages[0]["role"] in ("system", "developer") else 0
+        if skipped:
+            self.acted.add("billing-header")
+            text = text[skipped:]
         self.messages[at][key] = before + text
-        self._parts.setdefault(where, []).append(Piece(path, where, text, kind, len(before)))
+        self._parts.setdefault(where, []).append(Piece(path, where, text, kind, len(before), skipped))
 
     def call(self, at: int, path: str, name: object, arguments: object, arguments_path: str, **more: Any) -> None:
         calls = self.messages[at].setdefault("tool_calls", [])
@@ -148,18 +167,33 @@ class _Build:
         self._origin[(*where, "function", "name")] = f"{path}.function.name" if "function" in arguments_path else f"{path}.name"
         self._origin[(*where, "function", "arguments")] = arguments_path
 
-    def tool(self, path: str, function: Mapping[str, Any], function_path: str, **names: str) -> None:
-        """Describe a tool; `names` tell what the client calls the function's fields."""
+    def tool(
+        self,
+        path: str,
+        function: Mapping[str, Any],
+        function_path: str,
+        *,
+        given: Mapping[str, Any] | None = None,
+        **names: str,
+    ) -> None:
+        """Describe a tool; `names` tell what the client calls the function's fields. `given`: what stands round it."""
         where: Where = ("tools", len(self.tools), "function")
-        self.tools.append({"type": "function", "function": dict(function)})
+        described = {key: one for key, one in function.items() if key not in MARKS}
+        holder = {"type": "function", "function": function} if given is None else given
+        kept = {key: one for key, one in holder.items() if key not in MARKS}
+        self.tools.append({**kept, "function": described})
         self._origin[where[:2]] = path
         self._origin[where] = function_path
         for ours, theirs in names.items():
             self._origin[(*where, ours)] = f"{function_path}.{theirs}"
 
+    def described(self) -> Described:
+        """Return the tools, with a piece for every value in order."""
+        paths = [path for where, path in self._origin.items() if where[0] == "tools"]
+        return _TOOLS.get(self.tools, paths, lambda: tuple(self._walk(("tools",), self.tools, "tools")))
+
     def pieces(self) -> Iterator[Piece]:
-        """Yield every value in order: tools, then messages."""
-        yield from self._walk(("tools",), self.tools, "tools")
+        """Yield every value of the messages in order."""
         yield from self._walk(("messages",), self.messages, "messages")
 
     def _walk(self, where: Where, value: object, path: str) -> Iterator[Piece]:
@@ -184,7 +218,7 @@ def _chat(build: _Build, body: Mapping[str, Any]) -> None:
     for i, tool in enumerate(_list(body.get("tools"), "tools")):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping):
-            build.tool(f"tools[{i}]", function, f"tools[{i}].function")
+            build.tool(f"tools[{i}]", function, f"tools[{i}].function", given=tool)
         else:
             _flat_tool(build, tool, f"tools[{i}]")
     for i, message in enumerate(_list(body["messages"], "messages")):
@@ -193,7 +227,7 @@ def _chat(build: _Build, body: Mapping[str, Any]) -> None:
         kept = {
             key: value
             for key, value in message.items()
-            if key not in ("role", "content", "tool_calls", "cache_control") and value is not None
+            if key not in ("role", "content", "tool_calls", *MARKS) and value is not None
         }
         at = build.message(str(message.get("role")), path, **kept)
         if isinstance(message.get("content"), list):
@@ -316,7 +350,7 @@ def _part(build: _Build, at: int, part: object, path: str) -> None:
         build.say(at, text, f"{path}.text")
         return
     # What is no text has tokens of its own in every engine; here its content stands for it, by digest.
-    told = {key: value for key, value in part.items() if key != "cache_control"}
+    told = {key: value for key, value in part.items() if key not in MARKS}
     digest = hashlib.sha256(equal_form(told).encode("utf-8", "surrogatepass")).hexdigest()
     build.say(at, f"[{part.get('type', 'part')} sha256:{digest[:32]}]", path, "image")
 
@@ -335,7 +369,7 @@ def is_anthropic(body: Mapping[str, Any]) -> bool:
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     model, special = body.get("model"), body.get("add_special_tokens")
-    namespace = {name: str(body[name]) for name in _NAMESPACE if body.get(name) is not None}
+    namespace = {name: str(body[name]) for name in NAMESPACE if body.get(name) is not None}
     return {
         "model": model if isinstance(model, str) else None,
         "adapter": {name: body[name] for name in _ADAPTER if body.get(name) is not None},

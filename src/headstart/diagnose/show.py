@@ -6,11 +6,14 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headstart.block.keys import BLOCK_TOKENS
-from headstart.diagnose.report import Around, Finding, Report
+from headstart.diagnose.around import Around
+
+if TYPE_CHECKING:  # so that `why`, which shows what a server found, starts without NumPy
+    from headstart.diagnose.report import Finding, Report
 
 _WIDTH = 110
 _SHOWN = 120  # characters of a text
@@ -65,7 +68,7 @@ def lines_of(report: Report, prices: Prices) -> Iterator[str]:
         shared = min(report.a_tokens, report.b_tokens)
         yield f"the same to the end of {'A' if report.a_tokens <= report.b_tokens else 'B'}: {about}{shared:,} tokens"
         new = report.b_tokens - report.kept_tokens
-        yield f"B finds {report.kept_tokens:,} tokens again in blocks of {BLOCK_TOKENS} and computes {new:,}"
+        yield f"B finds {report.kept_tokens:,} tokens again in blocks of {report.block_tokens} and computes {new:,}"
     for n, finding in enumerate(report.findings):
         if n:
             gained = finding.kept_tokens - report.findings[n - 1].kept_tokens
@@ -125,6 +128,10 @@ def _cost_lines(report: Report, prices: Prices, about: str) -> Iterator[str]:
     yield from wrapped("  lost    ", "; ".join(parts))
 
 
+def when(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 def wrapped(label: str, text: str) -> Iterator[str]:
     lines = wrap(text, _WIDTH - len(label), break_long_words=False, break_on_hyphens=False) or [""]
     for n, line in enumerate(lines):
@@ -136,7 +143,7 @@ def json_of(report: Report, prices: Prices) -> dict[str, Any]:
     return {
         "same": not report.differs,
         "exact": report.exact,
-        "block_tokens": BLOCK_TOKENS,
+        "block_tokens": report.block_tokens,
         "a": {"name": report.a_name, "tokens": report.a_tokens},
         "b": {"name": report.b_name, "tokens": report.b_tokens},
         "common_tokens": report.common_tokens,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,22 @@ _TEXT_FILES = {".txt", ".md", ".text"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`body` is a request's JSON; else there is a `text` or a list of `ids`."""
+    """`body` is a request's JSON; else there is a `text` or a list of `ids`. `line`: the entry of a log that holds it."""
 
     name: str
     body: Any = None
     text: str | None = None
     ids: tuple[int, ...] | None = None
+    line: Any = None
 
-    def conversation(self, *, as_sent: bool) -> Conversation:
-        """Return what is to be compared. Raises RequestError naming the source and the place in it."""
+    def conversation(self, *, as_sent: bool, rules: Collection[str] = ()) -> Conversation:
+        """Return what is to be compared, as `conversation_of` has it. Raises RequestError naming the source and the place."""
         if self.ids is not None:
             return Conversation(prompt=self.ids, prompt_path="ids")
         if self.text is not None:
             return Conversation(prompt=self.text, prompt_path="text")
         try:
-            return conversation_of(self.body, as_sent=as_sent)
+            return conversation_of(self.body, as_sent=as_sent, rules=rules)
         except RequestError as error:
             raise RequestError(f"{self.name}: {error.message}", param=error.param) from error
 
@@ -100,7 +101,7 @@ def _understood(name: str, content: str, *, suffix: str) -> Source:
     source = source_of(name, value)
     if source is None and suffix == ".json":
         raise RequestError(f"{name} holds no request: {' or '.join(_BODY_KEYS)} is missing, and it is no list of token ids")
-    return source or Source(name, text=content)
+    return Source(name, text=content) if source is None else replace(source, line=value)
 
 
 def source_of(name: str, value: object) -> Source | None:
@@ -138,7 +139,7 @@ def _line_of(path: Path, content: str, id: str) -> Source:
     source = source_of(name, entry)
     if source is None:
         raise RequestError(f"{name} holds no request: {' or '.join(_BODY_KEYS)} is missing, and it has no token ids")
-    return source
+    return replace(source, line=entry)
 
 
 def _entries(path: Path, content: str) -> Iterator[tuple[int, Any]]:

@@ -210,7 +210,7 @@ class Lru:
 @dataclass(frozen=True, slots=True)
 class Lint:
     """What was found in a log. `breaks` prompts had more in common with an earlier one than they found again; `judged` of
-    these were compared."""
+    these were compared. Of `canonical` requests something was left out before, as a server of ours does."""
 
     all: Tally
     exact: bool
@@ -223,3 +223,4 @@ class Lint:
     logged: Logged | None
     capacity_tokens: int | None
     samples: tuple[Sample, ...]
+    canonical: int = 0

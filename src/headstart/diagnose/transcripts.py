@@ -24,20 +24,20 @@ _MADE = {"function_call", "custom_tool_call", "local_shell_call", "reasoning", "
 def is_claude(line: object) -> bool:
     return (
         isinstance(line, Mapping)
-        and line.get("type") in _CLAUDE
+        and str(line.get("type")) in _CLAUDE
         and ("sessionId" in line or "leafUuid" in line or "messageId" in line)
         and "messages" not in line
     )
 
 
 def is_codex(line: object) -> bool:
-    return isinstance(line, Mapping) and line.get("type") in _CODEX and isinstance(line.get("payload"), Mapping)
+    return isinstance(line, Mapping) and str(line.get("type")) in _CODEX and isinstance(line.get("payload"), Mapping)
 
 
 def claude_requests(name: str, lines: Sequence[Any], *, only: int | None = None) -> Iterator[Entry]:
     """Yield the request of every answer in a Claude Code transcript, or of the one with the number `only`, from 0."""
     said = [line for line in lines if isinstance(line, Mapping) and isinstance(line.get("message"), Mapping)]
-    parents = {line.get("uuid"): line for line in lines if isinstance(line, Mapping) and line.get("uuid")}
+    parents = {line["uuid"]: line for line in lines if isinstance(line, Mapping) and isinstance(line.get("uuid"), str)}
     done: set[str] = set()
     turns: dict[str, list[Mapping[str, Any]]] = {}
     for line in said:
@@ -77,7 +77,7 @@ def _before(line: Mapping[str, Any], parents: Mapping[Any, Mapping[str, Any]]) -
     found: list[Mapping[str, Any]] = []
     seen: set[Any] = set()
     at = line.get("parentUuid")
-    while at in parents and at not in seen:
+    while isinstance(at, str) and at in parents and at not in seen:
         seen.add(at)
         found.append(parents[at])
         at = parents[at].get("parentUuid") or parents[at].get("logicalParentUuid")
@@ -141,7 +141,7 @@ def _codex_requests(name: str, lines: Sequence[Any]) -> Iterator[Entry]:
                 yield entry(pending, Usage(usage.prompt_tokens, cached if isinstance(cached, int) else None))
                 pending = None
         elif kind == "response_item":
-            made = payload.get("type") in _MADE or payload.get("role") == "assistant"
+            made = str(payload.get("type")) in _MADE or payload.get("role") == "assistant"
             if made and (not items or not items[-1][1]):
                 if pending is not None:
                     yield entry(pending, Usage())

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, BlockKey
 from headstart.cache.explaining import Absence, Fate
+from headstart.diagnose.around import Around
 from headstart.diagnose.causes import FIXES, Cause, Names, names_of
 from headstart.diagnose.compare import Units, common
 from headstart.diagnose.fingerprints import Fingerprints, changed, kept_apart
 from headstart.diagnose.placing import side_of
-from headstart.diagnose.report import Around, report_of
+from headstart.diagnose.report import report_of
 from headstart.diagnose.requests import Conversation
+from headstart.diagnose.show import when
 from headstart.render import Renderer
 
 _COMPARED = 256  # earlier prompts with as many equal blocks that are compared token by token
@@ -59,7 +60,8 @@ FatesOf = Callable[[Sequence[BlockKey], float], list[Fate]]
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a prompt. Times in seconds since 1970: `matched_s`, when what was stored of it was looked up;
-    `computed_s`, when all of it was there, None: never. `choice`: what was decided about `matched_tokens` (`LoadDecision`)."""
+    `computed_s`, when all of it was there, None: never. `choice`: what was decided about `matched_tokens` (`LoadDecision`).
+    `tiers_told` is False where the engine does not say what came from where; `notes` are its own sentences."""
 
     matched_s: float
     computed_s: float | None
@@ -69,6 +71,8 @@ class Outcome:
     choice: str
     load_s: float | None = None
     compute_s: float | None = None
+    tiers_told: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def cached_tokens(self) -> int:
@@ -157,12 +161,13 @@ def explain(
     before: Sequence[Asked],
     *,
     fates: FatesOf | None,
+    store: str = "",
     piece_tokens: int = BLOCK_TOKENS,
     renderer: Renderer | None = None,
     now_s: float,
 ) -> Why:
     """Return why of a prompt that has ended no more was reused. `before`: earlier ones of the same tenant, oldest first.
-    `fates`: what the cache says of blocks, None where there is none to ask."""
+    `fates`: what the cache says of blocks, None where there is none to ask; `store` then says what there is."""
     assert asked.outcome is not None
     other, shared, exact = nearest(asked, before)
     notes: list[str] = []
@@ -170,13 +175,15 @@ def explain(
         notes.append(f"{Cause.SHORT}: a prompt of {asked.prompt_tokens} tokens has no whole block of {BLOCK_TOKENS} to keep")
     if other is None:
         notes.append("no earlier prompt of this tenant that is remembered begins like it")
-    lost = _lost(asked, other, shared, fates=fates, piece_tokens=piece_tokens, now_s=now_s)
+    lost = tuple(_lost(asked, other, shared, fates=fates, store=store, piece_tokens=piece_tokens, now_s=now_s))
+    if sum(one.tokens for one in lost) + asked.outcome.cached_tokens > max(shared, asked.outcome.matched_tokens):
+        notes.append("some of it was stored by a prompt that is not remembered: by another process, or too long ago")
     if asked.outcome.choice == "mixed":
         notes.append("its beginning was computed while its end was read")
     parted = None if other is None else _parted(asked, other, shared, renderer)
     if other is not None and not exact:
         notes.append("no token ids are kept (server.keep_prompts): compared block by block")
-    return Why(asked, other, shared, exact, tuple(lost), parted, tuple(notes))
+    return Why(asked, other, shared, exact, lost, parted, (*notes, *asked.outcome.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +248,7 @@ def _common(asked: Asked, other: Asked, blocks: int) -> tuple[int, bool]:
 
 
 def _lost(
-    asked: Asked, other: Asked | None, shared: int, *, fates: FatesOf | None, piece_tokens: int, now_s: float
+    asked: Asked, other: Asked | None, shared: int, *, fates: FatesOf | None, store: str, piece_tokens: int, now_s: float
 ) -> Iterator[Lost]:
     outcome = asked.outcome
     assert outcome is not None
@@ -249,18 +256,22 @@ def _lost(
     if matched > cached:
         yield _unused(asked, outcome, fates, now_s)
     found = max(cached, matched)
-    reusable = max(0, min(shared, asked.prompt_tokens - 1)) // piece_tokens * piece_tokens
-    if other is None or reusable <= found:
-        return
+    usable = max(0, asked.prompt_tokens - 1) // piece_tokens * piece_tokens
+    reusable = 0 if other is None else min(usable, shared // piece_tokens * piece_tokens)
     if asked.keep_tokens == 0:
-        yield Lost(Cause.OFF, reusable - found, found, "the request asked for no caching, so nothing was looked for")
+        if reusable > found:
+            yield Lost(Cause.OFF, reusable - found, found, "the request asked for no caching, so nothing was looked for")
         return
-    if (apart := kept_apart(other.prints, asked.prints)) is not None:
+    if other is not None and reusable > found and (apart := kept_apart(other.prints, asked.prints)) is not None:
         yield Lost(apart.cause, reusable - found, found, apart.evidence + ": the two may not share")
         return
-    first, end = found // BLOCK_TOKENS, reusable // BLOCK_TOKENS
-    known = [Fate("unknown")] * (end - first) if fates is None else fates(asked.keys_from(first, end), outcome.matched_s)
-    told = [_of_block(n, fate, other, outcome) for n, fate in enumerate(known, first)]
+    first, end, last = found // BLOCK_TOKENS, max(found, reusable) // BLOCK_TOKENS, usable // BLOCK_TOKENS
+    ask = fates or (lambda keys, at_s: [Fate("unknown")] * len(keys))
+    known = ask(asked.keys_from(first, last), outcome.matched_s)
+    told = [_of_block(n, fate, other, outcome, store) for n, fate in enumerate(known[: end - first], first)]
+    # What no remembered prompt had may have been stored all the same, by another process or long ago.
+    more = list(takewhile(lambda fate: fate.absence != "unknown", known[end - first :]))
+    told += [_told(fate) for fate in more[: len(more) // (piece_tokens // BLOCK_TOKENS) * (piece_tokens // BLOCK_TOKENS)]]
     at = found
     for (cause, evidence, time_s), some in groupby(told):
         tokens = len(list(some)) * BLOCK_TOKENS
@@ -268,13 +279,19 @@ def _lost(
         at += tokens
 
 
-def _of_block(n: int, fate: Fate, other: Asked, outcome: Outcome) -> tuple[Cause, str, float | None]:
-    if fate.absence == "unknown":
+def _of_block(n: int, fate: Fate, other: Asked | None, outcome: Outcome, store: str) -> tuple[Cause, str, float | None]:
+    if fate.absence == "unknown" and other is not None:
         if other.keep_tokens is not None and (n + 1) * BLOCK_TOKENS > other.keep_tokens:
             return Cause.OFF, "the earlier request asked that it not be kept", None
         computed_s = None if other.outcome is None else other.outcome.computed_s
         if computed_s is None or computed_s > outcome.matched_s:
             return Cause.PENDING, "the earlier prompt was still being computed", None
+        if store:
+            return Cause.UNKNOWN, f"this server cannot tell what became of it; its cache: {store}", None
+    return _told(fate)
+
+
+def _told(fate: Fate) -> tuple[Cause, str, float | None]:
     return _CAUSES[fate.absence], _evidence(fate), fate.time_s
 
 
@@ -289,7 +306,7 @@ def _evidence(fate: Fate) -> str:
         "deleted": f"removed{place}{at}, as {fate.by!r}",
         "corrupt": f"removed{place}{at}, because its bytes were not what was written",
         "pending": f"given to be saved{at}, and not written yet when it was looked for",
-        "full": f"not written{at}{because}",
+        "full": f"not written{at}" + (": there was no room, and nothing that could go" if fate.by == "full" else because),
         "budget": f"not written{at}{because}",
         "dropped": f"not written{at}{because}",
         "other-representation": f"in {fate.tier} only as another engine, dtype or shard wrote it",
@@ -348,7 +365,3 @@ def _parted(asked: Asked, other: Asked, shared: int, renderer: Renderer | None) 
 
 def _names(cause: Cause, path: str, in_system: bool) -> Names:
     return names_of(cause, in_tools=path.startswith("tools"), in_system=in_system)
-
-
-def when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -109,7 +109,8 @@ class Receipt:
 
     `written_tokens`: of the prompt, in whole pieces, not stored as far as was known and accepted for writing; with the cached
     ones never more than the prompt. `kept_output_tokens`: of the answer, accepted for writing. `taken`: whether its turn came;
-    only then do the engine's counters have its prompt."""
+    only then do the engine's counters have its prompt. `tiers_told`: False where the engine does not know what came from where;
+    all that was cached then counts as from memory."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -128,6 +129,7 @@ class Receipt:
     written_tokens: int = 0
     kept_output_tokens: int = 0
     taken: bool = True
+    tiers_told: bool = True
 
     @property
     def cached_tokens(self) -> int:

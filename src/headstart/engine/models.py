@@ -54,7 +54,8 @@ def pull_model(name: str, models_directory: Path, *, on_progress: Progress) -> M
 
 
 def resolve_tokenizer(name: str, models_directory: Path, *, on_progress: Progress) -> Path:
-    """Return a folder with the tokenizer and chat template of model `name`; its weights are neither needed nor fetched.
+    """Return a folder with the tokenizer and chat template of model `name`, or the GGUF that has them; weights of a folder are
+    neither needed nor fetched.
 
     Raises ModelError (unknown, not reachable) or MissingExtra."""
     path = Path(name).expanduser()
@@ -65,8 +66,10 @@ def resolve_tokenizer(name: str, models_directory: Path, *, on_progress: Progres
         return resolve_model(name, models_directory, on_progress=on_progress).path
     if name and path.is_dir():
         return path
+    if (gguf := _gguf(name, path)) is not None:
+        return gguf
     if path.is_file():
-        raise ModelError(f"{name} is a file; give the folder that holds tokenizer.json", name=name)
+        raise ModelError(f"{name} is a file and no GGUF; give the folder that holds tokenizer.json", name=name)
     if _HUB_NAME.fullmatch(name):
         return _from_hub(name, on_progress, refresh=False, weights=False)
     raise ModelError(_unknown(name), name=name)

@@ -105,15 +105,21 @@ def _plain(part: Any) -> Any:
     return {key: value for key, value in part.items() if key not in MARKS} if isinstance(part, Mapping) else part
 
 
+def header_characters(text: str) -> int:
+    """Return how long the header is with which `text` begins, for "billing-header"; 0 where there is none."""
+    found = _BILLING.match(text)
+    return 0 if found is None else found.end()
+
+
 def _without_header(message: dict[str, Any], acted: set[str]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str):
-        left: Any = _BILLING.sub("", content, count=1) if _BILLING.match(content) else content
+        left: Any = content[header_characters(content) :]
     elif isinstance(content, list) and content and isinstance(first := content[0], Mapping):
         text = first.get("text")
-        if not isinstance(text, str) or not _BILLING.match(text):
+        if not isinstance(text, str) or not (length := header_characters(text)):
             return message
-        rest = _BILLING.sub("", text, count=1)
+        rest = text[length:]
         left = [{**first, "text": rest}, *content[1:]] if rest else content[1:]
     else:
         return message

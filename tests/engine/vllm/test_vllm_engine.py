@@ -22,6 +22,7 @@ from api.serving import running_model
 from engine.vllm import fake_vllm
 from headstart.cli.opening import open_model
 from headstart.config import Config, load_config
+from headstart.diagnose.why_show import why_lines
 from headstart.engine.base import GenerationRequest, Sampling, TokenEvent
 from headstart.engine.vllm import open_engine
 from headstart.engine.vllm.engine import VLLMEngine
@@ -297,3 +298,18 @@ def test_our_server_stands_in_front(config: Config, folder: Path) -> None:
         assert answer.usage.completion_tokens == 4
         assert answer.usage.prompt_tokens_details.cached_tokens <= 3  # never more than there are
         assert httpx.get(f"{server.url}/health").json()["device"] == "vllm"
+
+
+def test_why_says_what_only_vllm_knows_and_nothing_wrong(config: Config, folder: Path) -> None:
+    served = open_model(replace(config, model=str(folder)), on_progress=lambda stage, fraction: None)
+    with running_model(served) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        prompt = [PLAIN, *range(11, 310)]
+        for _ in range(2):
+            id = client.completions.create(model="it", prompt=prompt, max_tokens=4).id
+        why = httpx.get(f"{server.url}/v1/headstart/requests/{id}/why").json()
+        assert why["reused"] == {"untold": 64}
+        (lost,) = why["lost"]
+        assert (lost["cause"], lost["first_token"], lost["tokens"]) == ("not_remembered", 64, 192)
+        assert "this server cannot tell what became of it; its cache: prefixes are kept by vLLM" in lost["evidence"]
+        assert any("does not say which of the cached tokens" in note for note in why["notes"])
+        assert "reused    64 tokens, from memory or disk" in list(why_lines(why))

@@ -205,6 +205,7 @@ class VLLMEngine:
             total_s=time.monotonic() - flight.submitted_s,
             notes=(_NOTE,) if cached_tokens else (),
             longest_gap_s=flight.longest_gap_s,
+            tiers_told=not cached_tokens,
         )
         flight.on_event(TokenEvent(None, finish, receipt, reading.error if finish == "error" else None))
 
