@@ -132,6 +132,7 @@ C017  A session that returns gets its own content, however much was evicted.
       verified · test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
 C018  What failed to be stored is not found.
       s08 · test_a_store_that_failed_is_not_visible
+      pressure · test_a_failing_disk_is_never_an_exception_of_write_and_reading_goes_on
 C019  A transfer that failed is a miss and is counted as one.
       s08 · test_a_tier_whose_every_read_fails_serves_nothing_and_says_so
 C020  Every length comes back, those across each batch limit too.
@@ -238,6 +239,7 @@ C055  A full disk stops storing, hangs nobody, serves hits and resumes by itself
 C056  Files that are gone or replaced between match and load are a miss; what was published since stays.
       s08 · test_files_that_vanish_between_match_and_load_are_a_miss
       strangers · test_a_segment_that_is_replaced_while_it_is_known_is_lost
+      damage · test_damaged_while_it_is_open_it_is_a_miss_that_is_counted_once_and_saved_anew
       sharing · test_an_extent_that_another_process_removed_is_not_called_corrupt
       llama disk · test_a_device_that_fails_below_the_tier_costs_its_blocks_alone
 C058  A bad block is tried once, and found again once it was saved again.

@@ -112,7 +112,8 @@ class BlockIndex:
 
     def count(self, extent: int) -> int:
         """Return how many blocks an extent has."""
-        return int(self._counts[extent]) if 0 <= extent < len(self._counts) else 0
+        count: int = self._counts.item(extent) if 0 <= extent < len(self._counts) else 0
+        return count
 
     def sharing(self) -> set[tuple[int, ...]]:
         """Return which extents have a block in common."""

@@ -131,9 +131,9 @@ class ExtentTable:
     def row(self, extent: ExtentId) -> int | None:
         """Return the row of a living extent."""
         row = extent & ((1 << _GENERATION_SHIFT) - 1)
-        if not 0 <= row < self._used_rows or not self._alive[row] or self._generation[row] != extent >> _GENERATION_SHIFT:
+        if not 0 <= row < self._used_rows or not self._alive.item(row):
             return None
-        return row
+        return row if self._generation.item(row) == extent >> _GENERATION_SHIFT else None
 
     def rows(self, extents: Sequence[ExtentId]) -> list[int]:
         """As `row` for many at once; -1 where it says None."""
@@ -146,21 +146,21 @@ class ExtentTable:
         return found
 
     def id_of(self, row: int) -> ExtentId:
-        return ExtentId(row | int(self._generation[row]) << _GENERATION_SHIFT)
+        return ExtentId(row | self._generation.item(row) << _GENERATION_SHIFT)
 
     def _ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return rows | self._generation[rows].astype(np.int64) << _GENERATION_SHIFT
 
     def place(self, row: int) -> tuple[Segment, int, int]:
         """Return (segment, offset, extent_bytes)."""
-        return self._numbered[self._segment[row]], int(self._offset[row]), int(self._extent_bytes[row])
+        return self.segment_of(row), self._offset.item(row), self._extent_bytes.item(row)
 
     def segment_of(self, row: int) -> Segment:
-        return self._numbered[self._segment[row]]
+        return self._numbered[self._segment.item(row)]
 
     def shape(self, row: int) -> Shape:
-        blocks = self._index(self._numbered[self._segment[row]].representation).count(row)
-        return Shape(blocks, int(self._header_bytes[row]), int(self._extent_bytes[row]))
+        blocks = self._index(self.segment_of(row).representation).count(row)
+        return Shape(blocks, self._header_bytes.item(row), self._extent_bytes.item(row))
 
     def numbered(self, number: int) -> Segment:
         return self._numbered[number]
@@ -350,7 +350,8 @@ class ExtentTable:
 
     def leases(self, row: int) -> int:
         """Return an extent's count of leases, or CONDEMNED."""
-        return int(self._leases[row])
+        leases: int = self._leases.item(row)
+        return leases
 
     def set_leases(self, row: int, count: int) -> None:
         self._leases[row] = count
