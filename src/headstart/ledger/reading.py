@@ -11,6 +11,7 @@ from headstart.errors import NotThere
 from headstart.ledger.entry import Entry, decode
 from headstart.ledger.log import PATTERN
 
+_LINE_BYTES = 1 << 20  # a longer one is none of ours
 SUMS = ("requests", "prompt", "cached_memory", "cached_disk", "computed", "written", "output", "kept_output")
 ENGINE_SUMS = tuple(
     f"engine_{name}" for name in ("prompt", "cached_memory", "cached_disk", "generated", "written", "kept_output")
@@ -65,7 +66,7 @@ def entries(directory: Path, reading: Reading) -> Iterator[Entry]:
         except FileNotFoundError:  # the oldest go while we read
             continue
         with stream:
-            for line in stream:
+            while line := stream.readline(_LINE_BYTES):  # whatever stands in the folder, it is not held at once
                 entry = decode(line)
                 if entry is not None:
                     reading.lines += 1
