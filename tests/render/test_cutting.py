@@ -62,6 +62,7 @@ def test_parts_give_the_tokens_of_the_whole(renderer: Renderer, words: str, norm
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cutting, "_PART", 2)
+        patched.setattr(cutting, "LONG_CHARACTERS", 4)
         check()
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headstart.errors import ContextLengthExceeded, ModelError, RequestError
 from headstart.render import Renderer
 from headstart.render.messages import normal_messages
-from headstart.render.plain import load_plain
+from headstart.render.plain import _compiled, load_plain
 from headstart.render.token_bytes import TokenBytes
 
 USER = {"role": "user", "content": "Größe 😀?"}
@@ -338,6 +340,27 @@ def test_templates_see_the_same_without_transformers(tokenizer_folder: Path, tmp
     for renderer in (Renderer.load(folder, light=True), Renderer.load(folder)):
         with pytest.raises(RequestError, match="not me"):
             renderer.write(messages)
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["role", "content", "items", "get", "__class__", "name", "update"]), st.text(max_size=3)
+        ),
+        max_size=4,
+    )
+)
+def test_templates_find_what_they_find_in_the_plain_sandbox(messages: list[dict[str, str]]) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    template = (
+        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.items is callable }}|{{ m.get('name') }}|{{ m['get'] }}|"
+        "{{ m.nothing is defined }}|{{ m.__class__ is defined }}|{{ loop.first }}{{ loop.last }}{{ loop.index0 }}"
+        "{{ loop.index }}{{ loop.length }}{{ loop.previtem is defined }}{{ loop.nextitem is defined }}"
+        "{{ loop.changed(m.role) }}{{ loop.__init__ is defined }}\n{% endfor %}"
+    )
+    want = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template).render(messages=messages)
+    assert _compiled(template).render(messages=messages) == want
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +195,44 @@ def test_a_thousand_special_tokens_are_found_as_soon_as_one(renderer: Renderer) 
     assert len(list(tokeniser.parts(text))) == 21
 
 
-def test_texts_of_every_family_are_what_their_template_and_tokenizer_give(family: Renderer) -> None:
-    say: Callable[..., dict[str, Any]] = lambda role, content, **more: {"role": role, "content": content, **more}  # noqa: E731
-    messages = [say("system", "Be <s> brief.")]
-    for turn in range(6):
-        messages += [say("user", f"Größe {turn} </s>?"), say("assistant", f"Yes {turn}.")]
-        chat = [*messages, say("user", "And?")]
-        assert family.chat(chat) == _whole(family._backend, family.write(chat))
+_SAID = st.lists(st.sampled_from((*_SPECIAL, *_WORDS, "the answer is in the handbook " * 150)), max_size=4).map("".join)
+_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "</s>")]
+_CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), _SAID, _SAID),
+        st.tuples(st.just("edit"), st.integers(0, 20), _SAID),
+        st.tuples(st.just("drop"), st.integers(0, 20), st.none()),
+        st.tuples(st.just("system"), _SAID, st.none()),
+        st.tuples(st.just("tools"), st.integers(0, 2), st.none()),
+    ),
+    max_size=12,
+)
+
+
+def test_conversations_that_grow_and_change_anywhere_have_the_tokens_of_their_whole_text(family: Renderer) -> None:
+    @settings(max_examples=min(30, settings.default.max_examples))
+    @given(_CHANGES)
+    @example(
+        [("say", "Größe </s>?", "Yes <s>."), ("tools", 2, None), ("say", "And?", "No."), ("system", "Be <s> brief.", None)]
+    )
+    def check(changes: list[tuple[str, Any, Any]]) -> None:
+        system, turns, tools = "Be brief.", [("hello", "hi")], 0
+        for kind, first, second in changes:
+            if kind == "say":
+                turns.append((first, second))
+            elif kind == "edit":
+                turns[first % len(turns)] = (second, "hi")
+            elif kind == "drop" and len(turns) > 1:
+                del turns[first % len(turns)]
+            elif kind == "system":
+                system = first
+            elif kind == "tools":
+                tools = first
+            messages = [{"role": "system", "content": system}]
+            for asked, answered in turns:
+                messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+            chat = [*messages, {"role": "user", "content": "And?"}]
+            text = family.write(chat, tools=_TOOLS[:tools])
+            assert family.chat(chat, tools=_TOOLS[:tools]) == _whole(family._backend, text)
+
+    check()

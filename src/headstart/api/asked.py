@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from headstart.api.ask import Ask
 from headstart.api.served import Served
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys, token_bytes
 from headstart.diagnose.fingerprints import fingerprints
 from headstart.diagnose.why import Asked, Outcome
 from headstart.engine.base import GenerationRequest, Receipt, StoringEngine
@@ -60,7 +60,7 @@ class AskedPrompts:
 
     def of(self, served: Served, ask: Ask, request: GenerationRequest) -> Named:
         """Return what is remembered of a prompt; some milliseconds for a long one. Changes nothing."""
-        prompt = np.array(request.prompt, np.uint32)
+        prompt = np.frombuffer(token_bytes(request.prompt), "<u4")
         names = chain_keys(prompt, root=self._secret)
         asked = Asked(
             id=request.id,

@@ -18,7 +18,7 @@ from headstart.api.ask import Ask
 from headstart.api.caching import has_breakpoint
 from headstart.api.served import Served
 from headstart.render.canonical import RULES, Canonical, canonical
-from headstart.render.generated import Answers, Generated, digest_of, splice, stands_in
+from headstart.render.generated import Answers, Generated, splice, stands_in
 
 _OF_GENERATED = {"reasoning", "tool-arguments", "generated-tokens"}
 
@@ -53,7 +53,7 @@ class Prompting:
         spliced = splice(text, generated, ends=served.renderer.ends, rules=self._rules)
         ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
         keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
-        return Prompt(ids, len(text), digest_of(text), made.acted | spliced.acted, keep_tokens)
+        return Prompt(ids, len(text), spliced.digest, made.acted | spliced.acted, keep_tokens)
 
     def as_rendered(self, ask: Ask) -> Ask:
         """Return what is asked for in canonical form, as far as that needs nothing that was generated."""
@@ -92,8 +92,9 @@ class Prompting:
                 break
             wrong |= fails
         if self._rules & {"tool-arguments", "generated-tokens"}:
-            for at in set(range(len(made.messages))) - known.keys():
-                known[at] = self._answers.like(made.messages[at], owner=owner)
+            for at, message in enumerate(made.messages):
+                if at not in known:
+                    known[at] = self._answers.like(message, owner=owner)
         return made, text, [one for some in known.values() for one in some]
 
     def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int]) -> int:

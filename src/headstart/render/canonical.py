@@ -23,8 +23,9 @@ from typing import Any
 from headstart.config import CANONICAL_RULES
 
 RULES = CANONICAL_RULES
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates read, and clients write
+_REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))  # what templates read, and clients write
 MARKS = ("cache_control", "prompt_cache_breakpoint")
+_MARKS = frozenset(MARKS)
 
 # Pairs up to their last semicolon, as what follows may stand on the same line; else the line.
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:(?:[ \t]*[\w.-]+=[^;\n]*;)+|[^\n]*)[ \t]*\n?")
@@ -60,9 +61,7 @@ def canonical(
         if not isinstance(message, Mapping):
             said.append(message)
             continue
-        one = dict(message)
-        if "cache-control" in rules:
-            one = _unmarked(one, acted)
+        one = _unmarked(message, acted) if "cache-control" in rules else dict(message)
         if "billing-header" in rules and at == 0 and one.get("role") in ("system", "developer"):
             one = _without_header(one, acted)
         if "text-parts" in rules and isinstance(text := _joined(one.get("content")), str):
@@ -80,25 +79,28 @@ def canonical(
 
 
 def _lacks_reasoning(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant" and all(message.get(name) is None for name in _REASONING)
+    return message.get("role") == "assistant" and (
+        _REASONING.isdisjoint(message) or all(message.get(name) is None for name in _REASONING)
+    )
 
 
 def _unmarked(holder: Mapping[str, Any], acted: set[str]) -> dict[str, Any]:
     """Take marks out of a message or tool, and of what lies directly in it: never out of a schema or of arguments."""
-    kept = {key: value for key, value in holder.items() if key not in MARKS}
+    kept = {key: value for key, value in holder.items() if key not in MARKS} if _marked(holder) else holder
     inner = {}
     for key in ("content", "tool_calls"):
         if isinstance(parts := kept.get(key), list) and any(_marked(part) for part in parts):
             inner[key] = [_plain(part) for part in parts]
-    if _marked(function := kept.get("function")):
+    if "function" in kept and _marked(function := kept["function"]):
         inner["function"] = _plain(function)
-    if inner or len(kept) < len(holder):
-        acted.add("cache-control")
-    return kept | inner
+    if not inner and kept is holder:
+        return dict(holder)
+    acted.add("cache-control")
+    return {**kept, **inner}
 
 
 def _marked(part: Any) -> bool:
-    return isinstance(part, Mapping) and any(mark in part for mark in MARKS)
+    return isinstance(part, Mapping) and not _MARKS.isdisjoint(part)
 
 
 def _plain(part: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 _PART = 2048  # characters at least; shorter parts win nothing
+LONG_CHARACTERS = 2 * _PART  # what is no longer is one part
 
 # Of the words that these find, none that has a letter at its end goes on with a space, and a space before a letter begins one,
 # whatever stands before it.
@@ -47,7 +48,7 @@ def may_cut(backend: Any) -> bool:
 def parts_of(text: str) -> list[str]:
     """Return parts of `text` of at least some 2,000 characters, as far as it has places to cut; joined they are `text`."""
     parts, begin = [], 0
-    while len(text) - begin > 2 * _PART:
+    while len(text) - begin > LONG_CHARACTERS:
         cut = _CUT.search(text, begin + _PART)
         if cut is None:
             break

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 from headstart.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_NORMAL_ROLES = ("user", "assistant", "tool", "system")
 
 
 def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[str, Any]]:
@@ -23,7 +24,10 @@ def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[s
         raise _wrong("messages", "must be a list of messages")
     if not messages:
         raise _wrong("messages", "is empty; send at least one message")
-    return [_message(message, f"messages[{i}]", join_parts) for i, message in enumerate(messages)]
+    return [
+        dict(message) if _is_normal(message) else _message(message, f"messages[{i}]", join_parts)
+        for i, message in enumerate(messages)
+    ]
 
 
 def normal_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -37,6 +41,16 @@ def normal_tools(tools: object) -> list[dict[str, Any]] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _wrong(f"tools[{i}]", 'must be {"type": "function", "function": {"name": …}}')
     return [dict(tool) for tool in tools] or None
+
+
+def _is_normal(message: object) -> TypeGuard[dict[str, Any]]:
+    """Whether that is plain to see, as it is of nearly all messages."""
+    return (
+        type(message) is dict
+        and type(message.get("content")) is str
+        and message.get("role") in _NORMAL_ROLES
+        and "tool_calls" not in message
+    )
 
 
 def _message(message: object, where: str, join_parts: bool) -> dict[str, Any]:

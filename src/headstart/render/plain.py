@@ -17,6 +17,9 @@ _AS_IT_STANDS = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
 _CHANGES = ("add_bos_token", "add_eos_token", "add_prefix_space")  # what transformers would change in it
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONINGS = frozenset(_REASONING)
+_OF_DICTS = frozenset(dir(dict))  # attributes go before keys
+_OF_LOOPS = {"first", "index", "index0", "last", "length", "nextitem", "previtem"}  # all of them safe
 
 
 class PlainTokenizer:
@@ -140,8 +143,10 @@ def _special(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None
     return found
 
 
-def _seen(message: Mapping[str, Any]) -> dict[str, Any]:
+def _seen(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a template sees of a message: nothing that is null, and reasoning under each name that templates read."""
+    if _REASONINGS.isdisjoint(message) and None not in message.values():
+        return message
     seen = {key: value for key, value in message.items() if value is not None}
     reasoning = next((seen[name] for name in _REASONING if name in seen), None)
     return seen if reasoning is None else {"thinking": reasoning, **seen, "reasoning_content": reasoning}
@@ -151,6 +156,7 @@ def _seen(message: Mapping[str, Any]) -> dict[str, Any]:
 def _compiled(template: str) -> Any:
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -170,7 +176,17 @@ def _compiled(template: str) -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox, which finds what templates ask for a thousand times without going through an exception."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+                return obj[attribute]
+            if type(obj) is LoopContext and attribute in _OF_LOOPS:
+                return getattr(obj, attribute)
+            return super().getattr(obj, attribute)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson  # jinja's own writes for HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class Renderer:
                 ids += part
         return ids
 
-    @property
+    @cached_property
     def ends(self) -> frozenset[str]:
         """The texts of special tokens that end an answer."""
         added = self._backend.get_added_tokens_decoder()

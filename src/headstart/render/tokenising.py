@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 import sys
-from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
-from headstart.render.cutting import may_cut, parts_of
+from headstart.render.cutting import LONG_CHARACTERS, may_cut, parts_of
 from headstart.render.remembering import Remembered
 
 REMEMBERED_BYTES = 64 << 20
@@ -31,51 +31,55 @@ class Tokeniser:
         self._backend = backend
         self._cuts = may_cut(backend)
         self._special, self._cut_before = _special(backend)
-        self._parts: Remembered[str, array[int]] = Remembered(remembered_bytes, nbytes=_nbytes)
+        self._parts: Remembered[str, tuple[int, ...]] = Remembered(remembered_bytes, nbytes=_nbytes)
+        # A token id is one object wherever it stands: what is remembered is then put together without making any.
+        self._ids = tuple(range(backend.get_vocab_size()))
 
     def ids(self, text: str, *, special_tokens: bool = False, owner: str = "") -> list[int]:
         """Return the tokens of `text`; with `special_tokens` also those that the tokenizer puts around every text. What one
         owner's texts became is remembered for that owner alone: how soon an answer comes tells what was tokenised before."""
         if special_tokens:
             return list(self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids)
-        parts = list(self.parts(text))
+        parts = self.parts(text)
         found = self._parts.get(owner, parts)
-        new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
-        if new:
+        if None in found:
+            new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
             # The fast batch leaves out offsets, which cost as much as the rest.
             encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
-            fresh = {part: array("I", one.ids) for part, one in zip(new, encoded, strict=True)}
+            fresh = {part: self._same(one.ids) for part, one in zip(new, encoded, strict=True)}
             self._parts.put(owner, fresh)
             found = [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
-        tokens = array("I")
+        tokens: list[int] = []
         for ids in found:
             assert ids is not None
             tokens += ids
-        return tokens.tolist()
+        return tokens
 
-    def parts(self, text: str) -> Iterator[str]:
-        """Yield the parts of `text` that become tokens by themselves; joined they are `text`."""
+    def parts(self, text: str) -> list[str]:
+        """Return the parts of `text` that become tokens by themselves; joined they are `text`."""
+        parts: list[str] = []
         for section in self._sections(text):
-            if self._cuts:
-                yield from parts_of(section)
+            if self._cuts and len(section) > LONG_CHARACTERS:
+                parts += parts_of(section)
             else:
-                yield section
+                parts.append(section)
+        return parts
 
-    def _sections(self, text: str) -> Iterator[str]:
+    def _sections(self, text: str) -> list[str]:
         if self._special is None:
-            yield text
-            return
-        begin = 0
-        for match in self._special.finditer(text):
-            if match.start() > begin and match.group() in self._cut_before:
-                yield text[begin : match.start()]
-                begin = match.start()
-        if begin < len(text) or not text:
-            yield text[begin:]
+            return [text]
+        cuts = [match.start() for match in self._special.finditer(text) if match.group() in self._cut_before]
+        if not cuts or cuts[0] > 0:
+            cuts.insert(0, 0)
+        return [text[begin:end] for begin, end in pairwise([*cuts, len(text)])]
+
+    def _same(self, ids: Sequence[int]) -> tuple[int, ...]:
+        known = self._ids
+        return tuple([known[token] if token < len(known) else token for token in ids])
 
 
-def _nbytes(part: str, ids: array[int]) -> int:
-    return sys.getsizeof(part) + len(ids) * ids.itemsize + _ENTRY_BYTES
+def _nbytes(part: str, ids: tuple[int, ...]) -> int:
+    return sys.getsizeof(part) + sys.getsizeof(ids) + _ENTRY_BYTES
 
 
 def _special(backend: Any) -> tuple[re.Pattern[str] | None, frozenset[str]]:
