@@ -19,6 +19,7 @@ from headstart.api.app import build_app
 from headstart.api.connections import HEAD_S, connection_type
 from headstart.api.served import Served
 from headstart.api.service import Service
+from headstart.errors import RequestError
 from headstart.render import Renderer, Tokens
 from headstart.render.answers import FAMILIES
 from headstart.render.messages import normal_messages
@@ -64,7 +65,11 @@ class ByteRenderer:
         return [token for part in parts for token in (part.encode() if isinstance(part, str) else part)]
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
-        return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return list(prompt.encode())
+        if any(not 0 <= token < self.vocabulary for token in prompt):
+            raise RequestError("prompt holds what is no token id", param="prompt")
+        return list(prompt)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
