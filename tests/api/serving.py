@@ -153,9 +153,9 @@ def running(
 
 
 @contextmanager
-def running_model(model: Served) -> Iterator[Listening]:
+def running_model(model: Served, *, accounts: Accounts | None = None) -> Iterator[Listening]:
     """Serve a real model and close its engine afterwards."""
-    service = Service()
+    service = Service(accounts=accounts)
     service.ready(model)
     try:
         with listening(service) as url:

@@ -369,8 +369,11 @@ class ReceiptAnswer(msgspec.Struct):
 
 
 class Reused(msgspec.Struct):
-    memory: int
-    disk: int
+    """By tier, or together where it is not told from which."""
+
+    memory: int | msgspec.UnsetType = msgspec.UNSET
+    disk: int | msgspec.UnsetType = msgspec.UNSET
+    untold: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class WhyAnswer(msgspec.Struct):

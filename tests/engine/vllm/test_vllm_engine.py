@@ -20,6 +20,7 @@ import pytest
 
 from api.serving import running_model
 from engine.vllm import fake_vllm
+from headstart.api.accounts import Accounts
 from headstart.cli.opening import open_model
 from headstart.config import Config, load_config
 from headstart.diagnose.why_show import why_lines
@@ -27,6 +28,8 @@ from headstart.engine.base import GenerationRequest, Sampling, TokenEvent
 from headstart.engine.vllm import open_engine
 from headstart.engine.vllm.engine import VLLMEngine
 from headstart.errors import ConfigError, MissingExtra, ModelError, RequestError
+from headstart.ledger.log import UsageLog
+from headstart.ledger.reading import Reading, add_up, entries
 
 TIMEOUT_S = 60.0
 PLAIN = 50
@@ -290,14 +293,34 @@ def test_a_start_that_is_given_up_leaves_nothing_running(config: Config, folder:
         open_engine(folder, config, on_progress=give_up)
 
 
-def test_our_server_stands_in_front(config: Config, folder: Path) -> None:
+def test_our_server_stands_in_front_and_its_usage_log_is_what_the_engine_counted(
+    config: Config, folder: Path, tmp_path: Path
+) -> None:
     served = open_model(replace(config, model=str(folder)), on_progress=lambda stage, fraction: None)
-    with running_model(served) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    accounts = Accounts(log=UsageLog(tmp_path / "usage", keep_bytes=1 << 20))
+    with (
+        running_model(served, accounts=accounts) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
         answer = client.completions.create(model="it", prompt=[PLAIN, 11, 12], max_tokens=4)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
         assert answer.usage.prompt_tokens_details.cached_tokens <= 3  # never more than there are
         assert httpx.get(f"{server.url}/health").json()["device"] == "vllm"
+        client.completions.create(model="it", prompt=[PLAIN, 11, 12], max_tokens=2, n=2)
+        client.completions.create(model="it", prompt=[PLAIN, 11, 12], max_tokens=500, stream=True).close()
+        prewarmed: Any = {"prompt_cache_options": {"prewarm": True}}
+        answer = client.completions.create(model="it", prompt=[PLAIN, 11, 12], extra_body=prewarmed)
+        assert answer.usage is not None
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (0, "length")
+        until(lambda: not server.service._flights)
+        counters = served.engine.load().counters
+    lines = list(entries(tmp_path / "usage", Reading()))
+    (sums,) = add_up(lines, []).values()
+    assert len(lines) == 4
+    assert sums.counts["engine_prompt"] == counters["prompt_tokens"] == 15
+    assert sums.counts["engine_generated"] == counters["generated_tokens"]
+    assert sums.counts["engine_cached_memory"] == counters.get("cached_memory_tokens", 0)
 
 
 def test_why_says_what_only_vllm_knows_and_nothing_wrong(config: Config, folder: Path) -> None:

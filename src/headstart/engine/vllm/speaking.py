@@ -53,7 +53,7 @@ def asked(request: GenerationRequest, *, model: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": request.adapter or model,
         "prompt": list(request.prompt),
-        "max_tokens": request.max_tokens,
+        "max_tokens": max(1, request.max_tokens),  # it refuses 0; what is only to be kept is answered by nobody's token
         "min_tokens": min(request.min_tokens, request.max_tokens),
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -115,6 +115,8 @@ class Reading:
         for choice in chunk.choices[:1]:
             tokens = choice.token_ids or []
             self.finish = choice.finish_reason or self.finish
+            if not self.request.max_tokens:
+                tokens = []
             if choice.finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids:
                 tokens = tokens[:-1]
             for place, token in enumerate(tokens):
