@@ -19,7 +19,6 @@ import zmq
 from benchmarks.vllm_server import ENVIRONMENT
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-pytestmark = pytest.mark.soak
 READY_S = 900.0  # a bound, for a busy machine
 VLLM = "--enforce-eager --max-num-seqs 8 --max-model-len 2048 --max-num-batched-tokens 512"
 SYSTEM = "What is the same in every request stands first. " * 40
