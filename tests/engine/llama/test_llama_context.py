@@ -23,7 +23,7 @@ def context(request: pytest.FixtureRequest, library: Library, gguf: Made) -> Ite
     yield from _context(library, gguf("llama"), request.param)
 
 
-@pytest.fixture(params=["lfm2", "granitehybrid", "mamba"])
+@pytest.fixture(params=["granitehybrid", "mamba"])
 def recurrent(request: pytest.FixtureRequest, library: Library, gguf: Made) -> Iterator[Context]:
     yield from _context(library, gguf(request.param), "f16")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -119,55 +120,64 @@ def _open_over(
         threads=threads,
         flash=measured.fused,
     )
-    device = "gpu" if gpu else "cpu"
-    cache, said = None, "off by configuration"
-    passage = None
-    if measured.no_use:
-        said = f"off: {measured.no_use}"
-        _log.warning("no prefixes are kept: %s", measured.no_use)
-    elif digest is not None:
-        representation = Representation(
-            kind="opaque",
-            layout=_layout(weights, flash=measured.fused, gpu=gpu),
-            dtype=kv_type,
-            layer_bytes=(sizes.piece_bytes,),
-            piece_tokens=BLOCK_TOKENS,
-            state="required" if weights.recurrent else "none",
+    with ExitStack() as stack:  # what is open where something after it fails
+        stack.callback(context.close)
+        device = "gpu" if gpu else "cpu"
+        cache, said = None, "off by configuration"
+        passage = None
+        if measured.no_use:
+            said = f"off: {measured.no_use}"
+            _log.warning("no prefixes are kept: %s", measured.no_use)
+        elif digest is not None:
+            representation = Representation(
+                kind="opaque",
+                layout=_layout(weights, flash=measured.fused, gpu=gpu),
+                dtype=kv_type,
+                layer_bytes=(sizes.piece_bytes,),
+                piece_tokens=BLOCK_TOKENS,
+                state="required" if weights.recurrent else "none",
+            )
+            # The file is the whole of it: weights, RoPE settings, everything that changes the numbers.
+            identity = Identity(weights=digest, architecture=b"gguf")
+            settings = replace(config.cache, memory=str(plan.memory_tier_bytes))
+            cache, said = open_told(settings, identity=identity, representation=representation)
+            if cache is not None:
+                stack.callback(cache.close)
+                passage = Arena(plan.passage_bytes, name="passage")
+                stack.callback(passage.close)
+                cache.warm()
+        name = weights.metadata("general.name") or weights.file.stem
+        _log.info("%s", _told(name, weights, plan, sizes, kv_type=kv_type, threads=threads))
+        engine = LlamaEngine(
+            weights,
+            context,
+            info=EngineInfo(
+                model=name,
+                context_tokens=plan.context_tokens,
+                vocabulary=weights.vocabulary.size,
+                device=device,
+                dtype=f"{weights.description}, {kv_type} KV",
+                layers=weights.layers,
+                kv_bytes_per_token=sizes.token_bytes,
+                cache=said,
+            ),
+            cells=plan.cells,
+            sequences=plan.sequences,
+            piece_bytes=sizes.piece_bytes,
+            cache=cache,
+            passage=passage,
+            max_running=plan.max_running,
+            chunk_tokens=batch,
+            load_timeout_s=config.cache.load_timeout_s,
+            save_every=config.cache.save_every,
         )
-        # The file is the whole of it: weights, RoPE settings, everything that changes the numbers.
-        identity = Identity(weights=digest, architecture=b"gguf")
-        settings = replace(config.cache, memory=str(plan.memory_tier_bytes))
-        cache, said = open_told(settings, identity=identity, representation=representation)
-        if cache is not None:
-            passage = Arena(plan.passage_bytes, name="passage")
-            cache.warm()
-    name = weights.metadata("general.name") or weights.file.stem
-    _log.info("%s", _told(name, weights, plan, sizes, kv_type=kv_type, threads=threads))
-    engine = LlamaEngine(
-        weights,
-        context,
-        info=EngineInfo(
-            model=name,
-            context_tokens=plan.context_tokens,
-            vocabulary=weights.vocabulary.size,
-            device=device,
-            dtype=f"{weights.description}, {kv_type} KV",
-            layers=weights.layers,
-            kv_bytes_per_token=sizes.token_bytes,
-            cache=said,
-        ),
-        cells=plan.cells,
-        sequences=plan.sequences,
-        piece_bytes=sizes.piece_bytes,
-        cache=cache,
-        passage=passage,
-        max_running=plan.max_running,
-        chunk_tokens=batch,
-        load_timeout_s=config.cache.load_timeout_s,
-        save_every=config.cache.save_every,
-    )
-    on_progress("warming up", None)
-    engine.warm_up()
+        stack.pop_all()  # all of it is the engine's now
+    try:
+        on_progress("warming up", None)
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     on_progress("ready", 1.0)
     return engine
 
