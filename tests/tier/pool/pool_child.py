@@ -83,7 +83,9 @@ def answer(verb: str, rest: list[int]) -> object:
                 tier.statistics().counters | {"collects": int(tier.collects), "extents": tier.statistics().extents}
             )
         case "check":
-            return len(tier.check())
+            problems = tier.check()
+            print(*problems, sep="\n", file=sys.stderr, flush=True)
+            return len(problems)
         case "close":
             tier.close()
             return "closed"

@@ -162,6 +162,19 @@ def test_a_file_that_somebody_removed_is_a_miss(machine: Make, root: Path) -> No
     assert b.extent(1) == -1
 
 
+def test_what_lay_in_files_that_went_unheard_is_forgotten_by_all(machine: Make, root: Path) -> None:
+    a, b = machine(), machine()
+    a.save(1)
+    a.close()
+    b.wait(1)
+    assert b.tier.statistics().extents == 1
+    for segment in root.rglob("*.seg"):
+        segment.unlink()
+    b.wait(31)
+    assert b.tier.statistics().extents == 0
+    assert b.save(1) == "written"
+
+
 def test_a_full_file_system_stops_storing_and_breaks_nothing(machine: Make) -> None:
     disk = FaultyDisk(RealDisk())
     a = machine(disk=disk)

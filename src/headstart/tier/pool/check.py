@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def check_pool(store: PoolStore) -> list[Problem]:
     """Compare segments, extents and index with the directory, changing nothing. Only what is sealed, or this process's own, is
     held against its file: others write meanwhile. Raises OSError."""
-    store.follow()
+    store.look_surely()
+    store.forget_missing()
     listing = store.directory.list()
     problems = [
         Problem(str(path), "not a file of this pool") for path in [*listing.unknown, *listing.in_the_way] if path.name != TERMS
@@ -30,11 +31,9 @@ def check_pool(store: PoolStore) -> list[Problem]:
             with store.files.held(segment) as handle:
                 size = store.disk.facts(handle).size
         except FileNotFoundError:
-            with store.lock:
-                alive = bool(segment.rows)
-            if alive:
+            if segment in store.appending.values():
                 problems.append(Problem(str(path), "the segment's file is gone"))
-            continue
+            continue  # others' went since
         except ExtentCorrupt as error:
             problems.append(Problem(str(path), str(error)))
             continue

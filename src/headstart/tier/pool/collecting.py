@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +24,13 @@ from headstart.errors import ExtentCorrupt, StoreError
 from headstart.policy.eviction import Emptying, Files, choose_emptying, choose_victims
 from headstart.tier.base import ExtentId
 from headstart.tier.disk.carrying import MOVED
-from headstart.tier.disk.directory import Listing
 from headstart.tier.disk.evicting import Weighed, not_continued, weigh
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record, SegmentName, SegmentSealed
 from headstart.tier.disk.scrub import require_same
 from headstart.tier.disk.table import Segment
 from headstart.tier.pool.room import reserved
+from headstart.tier.pool.store import LIST_S, Attempt, PoolStore
 from headstart.tier.pool.terms import Terms
-
-if TYPE_CHECKING:
-    from headstart.tier.pool.store import PoolStore
 
 CLOCKS_APART_MS = 15 * 60_000  # clocks may differ by so much: no promise is over before it is over by all of them
 _HEADROOM_SHARE = 16  # such a part of the capacity is kept free, for what is written within the grace
@@ -42,7 +38,6 @@ _QUOTA_SHARE = 8  # of a tenant's quota, for the same
 _COLD_SHARE = 40
 _MOVED_SHARE = 1 / 8  # of what is saved, at most, is written anew
 _EXPIRE_S = 10.0
-_LIST_S = 30.0
 _BATCH = 256
 _TRIES = 4
 
@@ -73,7 +68,7 @@ class Collector:
         headroom = segment_bytes + (max(store.capacity_bytes // _HEADROOM_SHARE, segment_bytes) if store.timing.grace_s else 0)
         self._free(store.room.reserved_bytes() - self._on_their_way_bytes() + headroom - store.capacity_bytes)
         if store.clock() >= self._list_due:
-            self._list_due = store.clock() + min(_LIST_S, max(store.timing.dead_s / 4, store.timing.collect_s))
+            self._list_due = store.clock() + min(LIST_S, max(store.timing.dead_s / 4, store.timing.collect_s))
             self._tidy()
 
     def make_room(self, nbytes: int) -> bool:
@@ -224,8 +219,6 @@ class Collector:
         except (ExtentCorrupt, StoreError):
             store.counters.add("carry_failed")
             return bool(store.remove([extent], reason="corrupt"))
-        from headstart.tier.pool.store import Attempt
-
         place = store.write_extent(image, representation, record, attempt=Attempt(), replacing=True)
         if place is None:
             return False
@@ -284,7 +277,6 @@ class Collector:
         strange = [store.directory.segment_path(n) for n in listing.segments - known if n.writer not in listing.journals]
         old = [store.directory.journal_path(w, g) for w, all_of in listing.journals.items() for g in all_of[:-1]]
         self._unlink_after(strange + old + listing.temporary)
-        self._forget_missing(listing)
 
     def _is_dead(self, writer: bytes) -> bool:
         silent_s, timing = self._store.writers.silent_s(writer), self._store.timing
@@ -319,23 +311,6 @@ class Collector:
                 with suppress(FileNotFoundError):
                     store.disk.unlink(path)
                 store.counters.add("litter_removed")
-
-    def _forget_missing(self, listing: Listing) -> None:
-        """Files that somebody removed hold nothing, whatever journals say."""
-        store = self._store
-        with store.lock:
-            mine = set(store.appending.values())
-            missing = [
-                s
-                for s in store.books.segments.values()
-                if s.opened and not s.gone and s.name not in listing.segments and s not in mine and s.sealed
-            ]
-        for segment in missing:
-            with suppress(OSError):
-                try:
-                    store.disk.stat(store.directory.segment_path(segment.name))
-                except FileNotFoundError:
-                    store.lost(segment)
 
     def _largest_segment_bytes(self) -> int:
         with self._store.lock:

@@ -55,9 +55,10 @@ from headstart.tier.pool.timing import Timing
 RENEW_BYTES = 1 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 TOUCH_INTERVAL_S = 5.0
 VERIFY_INTERVAL_S = 60.0
+LIST_S = 30.0
 _USES_A_RECORD = 4096
 _TURN_S = 10.0
-_LOOKS = 8  # while opening, at journals that are renewed meanwhile
+_LOOKS = 8  # at journals that are renewed meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -113,19 +114,25 @@ class PoolStore:
         self._said_at = 0.0
         self._flush_due = clock() + TOUCH_INTERVAL_S
         self._verify_due = clock() + VERIFY_INTERVAL_S
+        self._list_due = clock() + LIST_S
         self._renew_at = 0
         self.promises = Promises(self)
 
     def load(self) -> None:
         """Read what all writers said. Raises OSError."""
+        self.look_surely(loading=True)
+        self.books.finish_loading()
+
+    def look_surely(self, *, loading: bool = False) -> None:
+        """Follow the others, whoever else is at it, also where a journal was renewed while it was looked for. Raises
+        OSError."""
         for tries_left in reversed(range(_LOOKS)):
             try:
-                self.follow(loading=True)
-                break
-            except Missed:  # a journal was renewed while it was looked for
+                self.follow(loading=loading, wait_s=_TURN_S)
+                return
+            except Missed:
                 if not tries_left:
                     raise
-        self.books.finish_loading()
 
     def register(self) -> None:
         """Become a writer, under a new name. Raises OSError."""
@@ -156,10 +163,10 @@ class PoolStore:
 
     # What others did.
 
-    def follow(self, *, loading: bool = False) -> bool:
+    def follow(self, *, loading: bool = False, wait_s: float = 0) -> bool:
         """Take over what other writers said up to now. False where another thread is at it. Raises OSError where a journal
         could not be read: what it removed may then be unknown."""
-        if not self._following.acquire(blocking=loading):
+        if not (self._following.acquire(timeout=wait_s) if wait_s else self._following.acquire(blocking=False)):
             return False
         try:
             begun = self.clock()
@@ -285,6 +292,9 @@ class PoolStore:
                 due = True
         if due:
             self.renew()
+        if self.clock() >= self._list_due:
+            self._list_due = self.clock() + LIST_S
+            self.forget_missing()
 
     def flush(self) -> None:
         """Journal what waits for it. In turn. Raises OSError."""
@@ -325,6 +335,19 @@ class PoolStore:
             self.renew()
         self.journal.append(records, sync=True)
         self._said_at = self.clock()
+
+    def forget_missing(self) -> None:
+        """Forget what lay in files that are no more; whoever removed one need not have been able to tell. Raises OSError."""
+        there = self.directory.list_segments()
+        with self.lock:
+            known = [s for s in self.books.segments.values() if s.opened and not s.gone and s.name not in there]
+        mine = list(self.appending.values())
+        for segment in known:
+            try:
+                if segment not in mine and segment.sealed:
+                    self.disk.stat(self.directory.segment_path(segment.name))  # a folder may be read late as well
+            except FileNotFoundError:
+                self.lost(segment)
 
     def lost(self, segment: Segment) -> None:
         """A segment's file is not there: what was in it is forgotten, unless the whole pool is not there. Raises OSError."""
