@@ -35,8 +35,8 @@ def best_offer(sequence: S, running: Iterable[S], *, gives: Callable[[S], int]) 
         if not one.use_cache or one.request.adapter != sequence.request.adapter or not (most := gives(one)):
             continue
         tokens = min(_common(sequence, one), _allowed(sequence, one), most)
-        if one.recurrent and tokens < one.computed:
-            continue  # its state has gone on, and what it was there is saved, or nowhere
+        if one.recurrent and (tokens < one.computed or (tokens == one.computed and one.load is not None)):
+            continue  # its state has gone on, or will with the pass that waits for its load; what it was there may be stored
         if tokens > (0 if best is None else best.tokens):
             best = Offer(one, tokens, ready=one.load is None and one.computed >= tokens)
     return best
