@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from threading import Event
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from headstart.testing.fake_kv import TINY, FakeDestination
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.testing.round_trip import load, match, save
+from headstart.testing.tier_contract import put
+from headstart.tier.base import ExtentId
 from headstart.tier.memory import MemoryTier
 
 
@@ -29,6 +32,29 @@ def test_what_is_leased_survives_pressure_and_goes_when_released() -> None:
         for seed in range(8, 16):
             save(cache, prompt(10 * 64, seed=seed))
         assert load(cache, kv).matched_tokens == 0
+
+
+class Racing(MemoryTier):
+    """A tier in which an extent goes between being found and being leased."""
+
+    going: ExtentId | None = None
+
+    def lease(self, extents: Sequence[ExtentId]) -> list[bool]:
+        if self.going in extents:
+            self.delete([self.going], reason="user")
+        return super().lease(extents)
+
+
+def test_what_lies_behind_an_extent_that_went_before_its_lease_is_not_kept() -> None:
+    tier, kv = Racing(4 << 20), prompt(6 * 64 + 1)
+    parts = [put(tier, kv, first=first, pieces=2) for first in (0, 2, 4)]
+    with cache_of(tier) as cache:
+        tier.going = parts[1]
+        with match(cache, kv) as lease:
+            assert lease.tokens == 2 * 64
+            assert tier.delete([parts[2]], reason="user") == 1
+            assert tier.delete([parts[0]], reason="user") == 0
+        assert leased_bytes(tier) == 0
 
 
 def test_a_lease_that_is_released_while_its_load_reads_protects_until_the_last_byte() -> None:

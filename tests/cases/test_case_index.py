@@ -29,6 +29,7 @@ FILES = {
     "representation": "block/test_representation.py",
     "loads": "cache/test_failing_loads.py",
     "hanging": "cache/test_hanging_tiers.py",
+    "leases": "cache/test_leases.py",
     "opening": "cache/test_open_cache.py",
     "saves": "cache/test_saves.py",
     "states": "cache/test_states.py",
@@ -261,6 +262,7 @@ C066  A disk without direct I/O, holes or allocation ahead serves all the same, 
       directories · test_without_fallocate_everything_is_stored_served_and_bounded
 C067  Lookups leave nothing pinned.
       s03 · test_lookups_leave_nothing_pinned
+      leases · test_what_lies_behind_an_extent_that_went_before_its_lease_is_not_kept
 C069  Looking extends no life.
       s03 · test_looking_does_not_keep_a_prompt_alive
 C070  What waits to be written is bounded; what is dropped is said.

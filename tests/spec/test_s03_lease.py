@@ -117,9 +117,10 @@ def test_lookups_leave_nothing_pinned(shelf, tiers: str) -> None:
     assert tier.delete(extents, reason="user") == len(extents)
 
 
-def test_looking_does_not_keep_a_prompt_alive(shelf) -> None:
+@pytest.mark.parametrize("tiers", ["memory", "disk"])
+def test_looking_does_not_keep_a_prompt_alive(shelf, tiers: str) -> None:
     """Probes without loading must not protect everything: what nobody loads is what is evicted."""
-    cache = shelf.open_small("memory")
+    cache = shelf.open_small(tiers)
     probed = prompt(6, seed=1)
     save(cache, probed)
     room = shelf.tiers[0].statistics().capacity_bytes
