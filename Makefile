@@ -28,7 +28,7 @@ demo-cluster: $(VENV)/.installed  ## two servers, one pool on a real MooseFS: wh
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
-test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (3.5 GB to install, under a quarter of an hour)
+test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (4 GB to fetch, about a quarter of an hour)
 	@sh tests/vllm/run.sh $(BIN) $(TESTS)
 
 test-cluster: $(VENV)/.installed  ## the pool on a real MooseFS, which is installed and started (root, some minutes)
