@@ -25,6 +25,8 @@ from headstart.api.keys import Made, append_key, make_key, remove_keys
 from headstart.api.receipts import Times
 from headstart.api.shared import SharedPrefixes
 from headstart.api.usage import Usage
+from headstart.cli.opening import disk_quotas
+from headstart.config import CacheConfig
 from headstart.engine.base import Receipt
 from headstart.ledger.entry import Entry
 from headstart.ledger.log import UsageLog
@@ -143,6 +145,22 @@ def test_keys_change_while_the_server_runs_and_a_broken_file_changes_nothing(
         eventually(lambda: status(second.text) == 200 and "until then the keys hold" in caplog.text)
         file.unlink()
         eventually(lambda: status(second.text) == 200 and caplog.text.count("until then the keys hold") == 2)
+
+
+def test_what_keys_say_of_the_disk_is_told_again_when_they_change(
+    engine: FakeEngine, file: Path, give: Callable[..., Made]
+) -> None:
+    given = give("acme", disk="1GiB")
+    told: list[dict[str, str]] = []
+    with keyed(engine, file) as server:
+        keyring = server.service.accounts.keyring
+        assert keyring is not None
+        keyring.watch(lambda keys: told.append(disk_quotas(CacheConfig(quotas="beta=5%"), keys)))
+        give("beta", disk="10%")
+        give("gamma", disk="2GiB")
+        eventually(lambda: bool(ask(server, given.text)) and "gamma" in told[-1])
+    assert told[0] == {"acme": "1GiB", "beta": "5%"}
+    assert told[-1] == {"acme": "1GiB", "beta": "5%", "gamma": "2GiB"}
 
 
 def test_five_tenants_share_no_prefix_whatever_salt_they_give_and_each_finds_its_own(

@@ -174,6 +174,11 @@ def test_how_far_a_prompt_is_comes_as_llama_cpp_says_it_and_the_openai_library_r
     assert "prompt_progress" not in json.dumps(whole)
 
 
+def test_what_is_asked_for_in_memory_is_kept_there_alone(server: Running) -> None:
+    for value, alone in (("in_memory", True), ("in-memory", True), ("24h", False)):
+        assert asked(server, prompt_cache_retention=value).memory_only is alone
+
+
 def test_the_fields_that_the_openai_library_sends_are_taken(server: Running) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     client.chat.completions.create(

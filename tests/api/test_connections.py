@@ -145,3 +145,36 @@ def test_half_of_a_character_is_named() -> None:
             assert "is half of a character that is written as two" in answer.json()["error"]["message"], answer.text
         whole = httpx.post(f"{server.url}/v1/completions", json={"prompt": "\U0001f600", "max_tokens": 1})
         assert whole.status_code == 200
+
+
+def test_who_sends_no_more_is_answered_and_who_has_gone_is_not() -> None:
+    """Both send the same; only what is written to them tells them apart."""
+    engine = FakeEngine(answer=b"Rome.")
+    with running(engine) as server:
+        for stream in (b"false", b"true"):
+            body = b'{"prompt": "x", "max_tokens": 5, "stream": ' + stream + b"}"
+            head = HEAD + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+            engine.gate.clear()
+            with connected(server.url) as reads, connected(server.url) as gone:
+                for client in (reads, gone):
+                    client.sendall(head + body)
+                eventually(lambda: engine.load().running == 2)
+                reads.shutdown(socket.SHUT_WR)
+                gone.close()
+                eventually(lambda: engine.load().running == 1)
+                engine.gate.set()
+                got = read_all(reads)
+            assert b"HTTP/1.1 200 OK" in got
+            assert b"Rome." in got if stream == b"false" else got.count(b"data: ") == 7
+        assert len(engine.aborted) == 2
+
+
+def test_a_body_that_is_framed_twice_is_refused_and_nothing_behind_it_is_read() -> None:
+    smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with running(FakeEngine()) as server, connected(server.url) as client:
+        framed = b"Content-Length: " + str(5 + len(smuggled)).encode() + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(HEAD + framed + b"0\r\n\r\n" + smuggled)
+        got = read_all(client)
+    assert got.startswith(b"HTTP/1.1 400 ")
+    assert b"both content-length and transfer-encoding" in got
+    assert b'"version"' not in got

@@ -76,6 +76,19 @@ def test_events_build_the_same_answer(says: Any) -> None:
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert (final.content[1].text, final.content[2].input, final.stop_reason) == ("I look.", {"city": "Röm"}, "tool_use")
     assert final.usage.output_tokens == len(SAID.encode())
+    with says(SAID).messages.stream(**ASKED, tools=TOOLS) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+    assert len(parts) > 5
+    assert json.loads("".join(parts)) == {"city": "Röm"}
+
+
+def test_a_tool_use_that_is_cut_off_has_what_was_whole(says: Any) -> None:
+    long = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": [1, 2'
+    asked = ASKED | {"max_tokens": len(long), "tools": TOOLS}
+    answer = says(long + ", 3]}}\n</tool_call>").messages.create(**asked)
+    assert (answer.content[0].input, answer.stop_reason) == ({"city": "Rom"}, "max_tokens")
+    with says(long + ", 3]}}\n</tool_call>").messages.stream(**asked) as stream:
+        assert stream.get_final_message().content[0].input["city"] == "Rom"
 
 
 def test_what_was_called_and_thought_goes_back_with_its_result(says: Any, server: Running) -> None:
@@ -89,6 +102,18 @@ def test_what_was_called_and_thought_goes_back_with_its_result(says: Any, server
     told = says("Mild.").messages.create(**ASKED | {"messages": history}, tools=TOOLS)
     assert told.content[0].text == "Mild."
     assert prompt_of(server) == "<user>Rom?<assistant>I look.<tool>mild<user>So?"
+
+
+def test_parallel_tool_uses_go_back_with_a_result_each(says: Any, server: Running) -> None:
+    answer = says(SAID + "\n" + CALL).messages.create(**ASKED, tools=TOOLS)
+    uses = [block for block in answer.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": said} for use, said in zip(uses, ("mild", "low"), strict=True)
+    ]
+    said = [block.to_dict() for block in answer.content]
+    history = [*ASKED["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": results}]
+    says("So.").messages.create(**ASKED | {"messages": history}, tools=TOOLS)
+    assert prompt_of(server) == "<user>Rom?<assistant>I look.<tool>mild<tool>low"
 
 
 def test_where_cache_control_stands_does_not_change_the_prompt(says: Any, server: Running) -> None:
@@ -178,7 +203,7 @@ def test_errors_have_the_shape_that_the_client_reads(says: Any, server: Running)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens is missing"):
         client.post("/v1/messages", body={"messages": ASKED["messages"]}, cast_to=object)
     image = {"type": "image", "source": {"type": "url", "url": "x"}}
-    with pytest.raises(anthropic.BadRequestError, match="does not read"):
+    with pytest.raises(anthropic.BadRequestError, match="has type 'image'"):
         client.messages.create(**ASKED | {"messages": [{"role": "user", "content": [image]}]})
     with pytest.raises(anthropic.NotFoundError):
         client.get("/v1/messages/batches", cast_to=object)

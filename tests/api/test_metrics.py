@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headstart.api.life import paused_tiers
 from headstart.api.metrics import _cache_metrics
-from headstart.api.service import paused_tiers
 from headstart.cache.prefix_cache import CacheStatistics
 from headstart.tier.base import TierStatistics
 

@@ -88,6 +88,10 @@ def test_events_build_the_same_answer(says: Any) -> None:
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Hm."
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert json.loads(final.output[2].arguments) == {"city": "Röm"}
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 5
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert "".join(deltas) == done.arguments == final.output[2].arguments
     assert final.usage.output_tokens == len(SAID.encode())
 
 
@@ -114,6 +118,17 @@ def test_items_of_a_client_that_keeps_its_own_history_are_one_turn(says: Any, se
     assert prompt_of(server) == "<user>Rom?<assistant>I look.<tool>mild"
 
 
+def test_parallel_calls_go_back_with_a_result_each(says: Any, server: Running) -> None:
+    first = says(SAID + "\n" + CALL).responses.create(model="any", input="Rom?", tools=TOOLS)
+    calls = [item for item in first.output if item.type == "function_call"]
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": said}
+        for call, said in zip(calls, ("mild", "low"), strict=True)
+    ]
+    says("So.").responses.create(model="any", previous_response_id=first.id, input=results, tools=TOOLS)
+    assert prompt_of(server) == "<user>Rom?<assistant>I look.<tool>mild<tool>low"
+
+
 def test_what_was_not_kept_cannot_be_gone_on_from(says: Any) -> None:
     client = says("x")
     dropped = client.responses.create(model="any", input="Rom?", store=False)
@@ -137,6 +152,39 @@ def test_conversations_are_a_tenant_s_own_and_bounded() -> None:
     for id in "acd":
         with pytest.raises(NoSuchResponse):
             kept.find(id, "one")
+
+
+def test_a_response_can_be_had_again_and_deleted(says: Any, client: openai.OpenAI, server: Running) -> None:
+    whole = says(SAID).responses.create(model="any", input="Rom?", tools=TOOLS)
+    assert client.responses.retrieve(whole.id).to_dict() == whole.to_dict()
+    with says(SAID).responses.stream(model="any", input="Rom?", tools=TOOLS) as stream:
+        streamed = stream.get_final_response()
+    again = client.responses.retrieve(streamed.id)
+    assert (again.status, again.output_text, again.usage) == ("completed", "I look.", streamed.usage)
+    client.responses.delete(whole.id)
+    dropped = says("x").responses.create(model="any", input="Rom?", store=False)
+    for id in (whole.id, dropped.id, "resp_never", "..%2f..%2fetc%2fpasswd"):
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="any", input="x", previous_response_id=whole.id)
+
+
+def test_a_response_that_runs_is_cancelled_by_its_id(says: Any, client: openai.OpenAI, server: Running) -> None:
+    says("Rome.")
+    server.engine.gate.clear()
+    try:
+        stream = client.responses.create(model="any", input="Rom?", stream=True)
+        id = next(iter(stream)).response.id
+        assert client.responses.cancel(id).status == "cancelled"
+        with pytest.raises(openai.APIError, match="was cancelled"):
+            list(stream)
+    finally:
+        server.engine.gate.set()
+    ended = client.responses.create(model="any", input="Rom?")
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        client.responses.cancel(ended.id)
 
 
 class Place(BaseModel):

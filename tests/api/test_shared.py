@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.serving import ByteRenderer
-from headstart.api.shared import SharedPrefixes, read_shared
+from headstart.api import shared as shared_module
+from headstart.api.shared import SharedFile, SharedPrefixes, read_shared
 from headstart.errors import ConfigError
 from headstart.render import Renderer
 
@@ -22,12 +23,30 @@ def test_messages_and_prompts_are_declared_as_requests_send_them(tmp_path: Path)
     file = tmp_path / "shared.jsonl"
     system = [{"role": "system", "content": "You serve everybody alike, in long sentences. " * 5}]
     file.write_text(json.dumps({"messages": system}) + "\n\n" + json.dumps({"prompt": "A text. " * 20}) + "\n")
-    shared = read_shared(file, RENDERER)
+    shared = SharedPrefixes(read_shared(file, RENDERER))
     asked = RENDERER.chat([*system, {"role": "user", "content": "What is new?"}])
     assert shared.tokens(asked) == len(RENDERER.chat(system)) // 64 * 64 > 0
     assert shared.tokens(list(b"A text. " * 30)) == 128
     assert shared.tokens(list(b"Another text. " * 30)) == 0
     assert not SharedPrefixes()
+
+
+def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_module, "LOOK_S", 0.0)
+    file = tmp_path / "shared.jsonl"
+    one, two = "One text for all. " * 10, "Another text for all. " * 10
+    file.write_text(json.dumps({"prompt": one}))
+    shared = SharedFile(file, RENDERER)
+    assert (shared.tokens(list(one.encode())), shared.tokens(list(two.encode()))) == (128, 0)
+    file.write_text("{")
+    shared.look()
+    assert shared.tokens(list(one.encode())) == 128
+    assert "until then those hold that were read before" in caplog.text
+    file.write_text(json.dumps({"prompt": two}))
+    shared.look()
+    assert (shared.tokens(list(one.encode())), shared.tokens(list(two.encode()))) == (0, 192)
 
 
 @pytest.mark.parametrize("line", ["{", '{"messages": [], "prompt": ""}', "{}", '{"prompt": 5}', '{"promt": "x"}', "\xff"])

@@ -64,23 +64,23 @@ def test_an_answer_has_its_reasoning_its_text_and_its_calls(says: Any) -> None:
 
 def test_a_stream_has_the_same_in_the_order_in_which_it_was_written(says: Any) -> None:
     kinds, calls, reasons = [], [], []
+    pieces: dict[int, list[str]] = {}
     for chunk in says(BOTH).chat.completions.create(**ASKED, tools=TOOLS, stream=True):
         choice = chunk.choices[0]
         delta = choice.delta
         kind = "reasoning" if getattr(delta, "reasoning_content", None) else "text" if delta.content else "call"
-        if delta.tool_calls:
-            calls += [
-                (call.index, call.id, call.type, call.function.name, call.function.arguments) for call in delta.tool_calls
-            ]
+        for call in delta.tool_calls or ():
+            if call.id is not None:
+                calls.append((call.index, call.id, call.type, call.function.name))
+            pieces.setdefault(call.index, []).append(call.function.arguments)
         if (delta.tool_calls or delta.content or kind == "reasoning") and (not kinds or kinds[-1] != kind):
             kinds.append(kind)
         reasons.append(choice.finish_reason)
     assert kinds == ["reasoning", "text", "call"]
-    assert [(index, name, json.loads(arguments)) for index, _, _, name, arguments in calls] == [
-        (0, "weather", {"city": "Röm"}),
-        (1, "tides", {"city": "Röm"}),
-    ]
-    assert len({id for _, id, _, _, _ in calls}) == 2
+    assert [(index, kind, name) for index, _, kind, name in calls] == [(0, "function", "weather"), (1, "function", "tides")]
+    assert [json.loads("".join(pieces[index])) for index in (0, 1)] == [{"city": "Röm"}] * 2
+    assert all(len(some) > 5 for some in pieces.values()), "arguments come while they are written"
+    assert len({id for _, id, _, _ in calls}) == 2
     assert reasons[-1] == "tool_calls"
     assert set(reasons[:-1]) == {None}
 
@@ -130,6 +130,35 @@ def test_a_choice_that_cannot_be_is_refused_by_name(says: Any, choice: Any) -> N
     assert caught.value.param == "tool_choice"
 
 
+def test_strict_tools_hold_also_where_a_call_need_not_be(says: Any) -> None:
+    """Of `tides`, which is strict, other arguments than its schema's cannot come, whatever the model would write."""
+    wrong = 'Let me see.\n<tool_call>\n{"name": "tides", "arguments": {"place": 5}}\n</tool_call>'
+    message = says(wrong).chat.completions.create(**ASKED, tools=TOOLS).choices[0].message
+    assert message.content == "Let me see."
+    assert message.tool_calls
+    assert set(json.loads(message.tool_calls[0].function.arguments)) == {"city"}
+    assert says("No call at all.").chat.completions.create(**ASKED, tools=TOOLS).choices[0].message.content == "No call at all."
+    loose = [{"type": "function", "function": {"name": "tides", "parameters": CITY}}]
+    message = says(wrong).chat.completions.create(**ASKED, tools=loose).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"place": 5}
+
+
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(says: Any) -> None:
+    asked = ASKED | {"max_tokens": len(CALL.encode()) - 20, "tools": TOOLS[:1]}
+    for stream in (False, True):
+        answer = says(CALL).chat.completions.create(**asked, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0] for chunk in answer]
+            arguments = "".join(
+                call.function.arguments for choice in deltas for call in choice.delta.tool_calls or () if call.function
+            )
+            finish = deltas[-1].finish_reason
+        else:
+            arguments = answer.choices[0].message.tool_calls[0].function.arguments
+            finish = answer.choices[0].finish_reason
+        assert (arguments, finish) == ('{"city": "', "length")
+
+
 class Place(BaseModel):
     city: str
     days: int
@@ -177,6 +206,16 @@ def test_what_was_called_goes_back_with_its_result(says: Any, server: Running) -
     told = client.chat.completions.create(**ASKED | {"messages": [*ASKED["messages"], message, result]}, tools=TOOLS)
     assert told.choices[0].message.content == "Mild."
     assert b"<tool>mild" in bytes(server.engine.submitted[-1].prompt)
+
+
+def test_parallel_calls_go_back_with_a_result_each(says: Any, server: Running) -> None:
+    message = says(BOTH).chat.completions.create(**ASKED, tools=TOOLS).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": said}
+        for call, said in zip(message.tool_calls, ("mild", "low"), strict=True)
+    ]
+    says("So.").chat.completions.create(**ASKED | {"messages": [*ASKED["messages"], message, *results]}, tools=TOOLS)
+    assert bytes(server.engine.submitted[-1].prompt).endswith(b"<assistant>I look.<tool>mild<tool>low")
 
 
 def test_a_call_that_takes_long_to_write_leaves_no_stream_silent() -> None:

@@ -38,6 +38,38 @@ def test_what_was_saved_is_found_after_a_restart(tmp_path: Path) -> None:
         assert cache.check() == []
 
 
+def test_what_is_for_memory_alone_never_reaches_the_disk(tmp_path: Path) -> None:
+    kv = prompt(6401)
+    with opened(tmp_path / "kv") as cache:
+        assert cache.save(kv.tokens, kv, memory_only=True).wait(20).stored_tokens == 6400
+        assert load(cache, kv).load.tokens_by_tier == {"memory": 6400}
+        assert cache.statistics().tiers[1].blocks == 0
+        assert cache.check() == []
+    with opened(tmp_path / "kv") as cache, cache.match(kv.tokens) as lease:
+        assert lease.tokens == 0
+    with opened(tmp_path / "kv", memory="0") as cache:
+        assert cache.save(kv.tokens, kv, memory_only=True).wait(20).stored_tokens == 0
+        assert cache.check() == []
+
+
+def test_quotas_change_while_the_cache_is_open(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv", memory="0", quotas="acme=1MiB, *=50%") as cache:
+
+        def stored(seed: int, tenant: str) -> int:
+            kv = prompt(6400, seed=seed)
+            cache.save(kv.tokens, kv, tenant=tenant).wait(20)
+            return cache.statistics().tiers[0].live_bytes_by_tenant.get(tenant, 0)
+
+        assert stored(1, "acme") <= 1 << 20
+        cache.limit_tenants({"acme": "32MiB"})
+        before = stored(2, "acme")
+        assert before > 1 << 20
+        cache.limit_tenants({"acme": "2MiB", "beta": "1MiB"})
+        assert stored(3, "acme") <= 2 << 20
+        assert stored(4, "beta") <= 1 << 20
+        assert cache.check() == []
+
+
 def test_tiers_are_switched_off_by_a_size_of_0_and_the_whole_by_enabled(tmp_path: Path) -> None:
     for options, tiers in [
         ({"memory": "0"}, ["disk"]),

@@ -159,4 +159,7 @@ def test_where_a_request_belongs_is_passed_on(settings: Any) -> None:
     said = {"headstart": {"retention": "agent", "tenant": "acme"}}
     found = prompt_of(request(kv_transfer_params=said, session_id="7"), 128, adapters=AdapterDigests(settings))
     assert found is not None
-    assert (found.retention, found.tenant, found.session) == ("agent", "acme", "7")
+    assert (found.retention, found.tenant, found.session, found.keep) == ("agent", "acme", "7", True)
+    kept = prompt_of(request(kv_transfer_params={"headstart": {"keep": False}}), 128, adapters=AdapterDigests(settings))
+    assert kept is not None
+    assert not kept.keep

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headstart.api.accounts import Accounts
 from headstart.api.errors import Forbidden, UnsupportedMediaType, WrongKey, error_response
 from headstart.api.keyring import ANYBODY, Caller
+from headstart.errors import RequestError
 
 OPEN = frozenset({"/health", "/ready", "/version"})  # for whoever watches over the server; they tell of nobody
 _CALLER = "headstart.caller"
@@ -51,11 +52,17 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
-            await error_response(refusal, scope)(scope, receive, send)
+            response = error_response(refusal, scope)
+            response.headers["connection"] = "close"  # what comes behind it was not meant for here
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> Forbidden | None:
+    def _refusal(self, headers: Headers) -> RequestError | None:
+        if "transfer-encoding" in headers and "content-length" in headers:  # servers on the way may read it in another way
+            return RequestError(
+                "the request has both content-length and transfer-encoding; send one of them", code="invalid_http"
+            )
         host, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
         if self._local and not self._is_ours(host):
             return Forbidden(

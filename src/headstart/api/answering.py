@@ -1,6 +1,6 @@
 """How the answers to one request are read, and what they are held to: where tools, formats and the model's family meet.
 
-tools, auto        read as the family writes calls
+tools, auto        read as the family writes calls; where one is strict, held to their schemas from a call's mark on
 tools, required    held to that writing too; a family whose arguments are no JSON, or that is not known, to a plain JSON list
 a format           held to its schema; beside tools, to either
 nothing of these   reasoning alone is told from text
@@ -28,6 +28,7 @@ class Answering:
     """Made off the loop: a large schema takes a while. Raises RequestError for what cannot be held to."""
 
     def __init__(self, served: Served, ask: Ask, prompt: Sequence[int]) -> None:
+        self.not_strict = False  # tools that ask for it are not held to their schemas
         self._prompt_end = ""
         self._held: Held | None = None
         self._family = served.answers if ask.messages is not None else None
@@ -43,7 +44,8 @@ class Answering:
         if missing or (choice.mode == "required" and not self._tools):
             named = f"{missing[0]!r}, which is not among tools" if missing else "a call, but there are no tools"
             raise RequestError(f"tool_choice asks for {named}", param="tool_choice")
-        if choice.mode == "required" or ask.format is not None:
+        strict = any(tool["function"].get("strict") is True for tool in self._tools)
+        if choice.mode == "required" or ask.format is not None or strict:
             wrong = next((name for name in map(_name, self._tools) if not _NAME.fullmatch(name)), None)
             if wrong is not None:
                 raise RequestError(
@@ -58,6 +60,11 @@ class Answering:
             if self._tools and self._family is not None and self._family.writing is not None:
                 calls = served.constraints.calls(self._family, self._tools, parallel=ask.parallel_calls)
             grammar = served.constraints.json(ask.format.schema, strict=ask.format.strict, param=ask.format.param, unless=calls)
+        elif strict:
+            if self._family is not None and self._family.writing is not None and self._family.writing.trigger is not None:
+                grammar = served.constraints.calls_in_text(self._family, self._tools, parallel=ask.parallel_calls)
+            else:
+                self.not_strict = True
         if self._family is not None:
             self._prompt_end = served.renderer.decode(prompt[-_PROMPT_END:], special=True)
         if grammar is not None:  # what cannot be held to is told now

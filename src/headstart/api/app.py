@@ -113,6 +113,18 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         ids = found.ids[: found.prompt_tokens].tolist()
         return _json({"id": id, "object": "headstart.tokens", "prompt_token_ids": ids})
 
+    async def response(request: Request) -> Response:
+        id, tenant = request.path_params["id"], caller_of(request).tenant
+        if request.method == "DELETE":
+            service.conversations.forget(id, tenant)
+            return _json({"id": id, "object": "response", "deleted": True})
+        return Response(service.conversations.told(id, tenant), media_type="application/json")
+
+    async def cancel(request: Request) -> Response:
+        id = request.path_params["id"]
+        service.cancel(id, caller_of(request).tenant)
+        return _json({"id": id, "object": "response", "status": "cancelled", "output": []})
+
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
 
@@ -159,7 +171,8 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         with ExitStack() as until_answered:
             until_answered.enter_context(generation)
             diagnosis = partial(service.diagnosis, generation.id, ask)
-            about = About(generation.id, int(time.time()), account.model, request_id_of(request.scope), diagnosis)
+            tell = partial(service.conversations.tell, generation.id)
+            about = About(generation.id, int(time.time()), account.model, request_id_of(request.scope), diagnosis, tell)
             shape = dialect.shape(ask, about)
             if ask.stream:
                 timing = {"server-timing": f"tokenise;dur={1000 * account.tokenise_s:.1f}"}
@@ -200,6 +213,8 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/v1/chat/completions", answering(chat), methods=["POST"]),
             Route("/v1/completions", answering(completions), methods=["POST"]),
             Route("/v1/responses", answering(responses), methods=["POST"]),
+            Route("/v1/responses/{id}", response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
             Route("/v1/messages", answering(messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", count, methods=["POST"]),
             Route("/v1/chat/completions/render", asking(chat.parse, tokens.rendered), methods=["POST"]),

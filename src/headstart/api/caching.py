@@ -16,7 +16,8 @@ from headstart.errors import RequestError
 USER_ID = re.compile(r"[A-Za-z0-9_-]{1,512}")
 KEY_CHARACTERS = 256  # of `prompt_cache_key`; what names a session
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_RETENTION_S = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
+_IN_MEMORY = ("in_memory", "in-memory")
+_RETENTION_S = {**dict.fromkeys(_IN_MEMORY, 0.0), "24h": 86400.0}
 
 
 class Options(msgspec.Struct):
@@ -38,12 +39,14 @@ class Control(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Caching:
     """`explicit`: nothing is looked for and kept beyond the last breakpoint, nor at all where there is none. `keep_s`: for how
-    long what is kept is promised at least. `prewarm`: the prompt is computed and kept, and nothing is generated. `session`: the
-    conversation that the request belongs to, by the name that the client gave. `compare_with`: the id of an earlier answer that
-    the client would have this request compared with; None: none."""
+    long what is kept is promised at least. `memory_only`: nothing of the prompt and its answer goes to disk. `prewarm`: the
+    prompt is computed and kept, and nothing is generated. `session`: the conversation that the request belongs to, by the name
+    that the client gave. `compare_with`: the id of an earlier answer that the client would have this request compared with;
+    None: none."""
 
     explicit: bool = False
     keep_s: float = 0.0
+    memory_only: bool = False
     prewarm: bool = False
     session: str = ""
     compare_with: str | None = None
@@ -74,7 +77,12 @@ def caching_of(
     for control in controls:
         keep_s = max(keep_s, _of_control(control))
     return Caching(
-        options.mode == "explicit", keep_s, bool(options.prewarm), key or "", options.comparison_response_id or compare_with
+        explicit=options.mode == "explicit",
+        keep_s=keep_s,
+        memory_only=retention in _IN_MEMORY,
+        prewarm=bool(options.prewarm),
+        session=key or "",
+        compare_with=options.comparison_response_id or compare_with,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import uuid
 from typing import Any, ClassVar
 
@@ -20,6 +21,8 @@ from headstart.api.errors import error_object
 from headstart.errors import RequestError
 
 HEAD_S = 30.0  # in which the headers of a request must have come, from the connection's opening or their first byte on
+_LOOK_S = 0.02  # how often, at first, it is looked whether who sends no more has gone
+_TCP_CLOSE = 7  # of the kernel's states
 _TOLD_S = 60.0  # how often the log says that there are too many
 _log = logging.getLogger("headstart")
 
@@ -49,6 +52,29 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._await_no_more()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's own closes the connection
+        """The client sends nothing more. It may have gone, or wait for its answer, and nobody can know before something is
+        written, which one that has gone refuses. So something without meaning is."""
+        cycle = self.cycle
+        whole = self.conn.their_state is not h11.SEND_BODY
+        if cycle is None or cycle.response_complete or not whole or self.conn.their_http_version != b"1.1":
+            return False
+        cycle.keep_alive = False  # there is no next request
+        if not cycle.response_started:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        elif isinstance(meaningless := self.scope.get("headstart.meaningless"), bytes):
+            self.transport.write(self.conn.send(h11.Data(data=meaningless)) or b"")
+        self._look_after_eof(_LOOK_S)
+        return True
+
+    def _look_after_eof(self, after_s: float) -> None:
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.transport.abort()
+            return
+        self.loop.call_later(after_s, self._look_after_eof, min(2 * after_s, 1.0))
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -84,6 +110,16 @@ class _Connection(H11Protocol):
         if self.loop.time() >= self.tell_from_s:
             type(self).tell_from_s = self.loop.time() + _TOLD_S
             _log.warning("more than %d connections are open; new ones are closed until some end", self.most)
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the other side has refused what was written; False where the system cannot tell, and the next write will."""
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        return bool(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
+    except OSError:
+        return True
 
 
 def _half_of_all() -> int:

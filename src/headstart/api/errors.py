@@ -41,6 +41,16 @@ class NoSuchResponse(RequestError):
     status = 404
 
 
+class AlreadyEnded(RequestError):
+    """What should be cancelled has ended."""
+
+
+class Cancelled(RequestError):
+    """The request was ended because its client asked for that."""
+
+    status = 409
+
+
 class BodyTooSlow(RequestError):
     """The request's body did not come in time."""
 
@@ -124,7 +134,7 @@ def headers_of(error: RequestError) -> dict[str, str]:
         headers |= {"retry-after": str(seconds), "retry-after-ms": str(1000 * seconds)}
     if error.status == WrongKey.status:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, DeadlinePassed | ReaderTooSlow | BodyTooSlow):
+    if isinstance(error, DeadlinePassed | ReaderTooSlow | BodyTooSlow | Cancelled):
         headers["x-should-retry"] = "false"  # the same would happen again
     return headers
 

@@ -8,7 +8,7 @@ Several answers to one prompt are as many requests to the engine, which computes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from headstart.api.accounts import Account
 from headstart.api.answering import Answering
 from headstart.api.ask import Ask
-from headstart.api.errors import DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
+from headstart.api.errors import Cancelled, DeadlinePassed, GenerationFailed, NotReady, ReaderTooSlow
 from headstart.api.pieces import Piece, Told, joined
 from headstart.api.served import Served
 from headstart.api.usage import Usage
@@ -52,7 +52,8 @@ class Answer:
         self._text = TextStream(served.renderer, ask.stop, min_tokens=ask.min_tokens, special=answering.reads)
         self._reader = answering.reader()
         self._one_call = not ask.parallel_calls
-        self._called = False
+        self._call: Call | None = None  # the latest piece of one
+        self._enough = False  # the one call that may be is made
         self._told: list[Told] | None = None if ask.logprobs is None else []  # of tokens whose text is held
 
     def take(self, event: TokenEvent) -> Piece:
@@ -73,11 +74,10 @@ class Answer:
         if event.finish is not None:
             text += self._text.finish()
         ended = self._text.stopped or event.finish is not None
-        parts = self._parts(text, ended=ended)
-        enough = self._one_call and self._called
-        if self._text.stopped or enough:
+        parts = self._parts(text, ended=ended, cut=event.finish == "length")
+        if self._text.stopped or self._enough:
             self.finish = "stop"
-        self.read = ended or enough
+        self.read = ended or self._enough
         self.complete = event.finish == "stop" and not self._text.stopped
         piece = Piece(self.index, tuple(parts), self._told_of(text), self.finish if self.read else None, self._text.met)
         self._pieces.append(piece)
@@ -96,15 +96,26 @@ class Answer:
         whole = self.whole()
         return self._tokens, {"content": whole.text, "reasoning": whole.reasoning, "calls": whole.calls}
 
-    def _parts(self, text: str, *, ended: bool) -> list[Part]:
+    def _parts(self, text: str, *, ended: bool, cut: bool) -> list[Part]:
         if self._reader is None:
             return [Text(text)] if text else []
         parts = self._reader.push(text)
         if ended:
-            parts += self._reader.finish()
-        calls = [at for at, part in enumerate(parts) if isinstance(part, Call)]
-        self._called = self._called or bool(calls)
-        return parts[: calls[0] + 1] if calls and self._one_call else parts
+            parts += self._reader.finish(cut=cut)
+        return list(self._first_call(parts)) if self._one_call else parts
+
+    def _first_call(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield parts up to the end of the first call, or, of one that is not whole, to the beginning of the next."""
+        for part in parts:
+            if isinstance(part, Call):
+                if self._call is not None and self._call.id != part.id:
+                    self._enough = True
+                    return
+                self._call = part
+            yield part
+            if isinstance(part, Call) and part.done:
+                self._enough = True
+                return
 
     def _tell(self, event: TokenEvent) -> None:
         if self._told is not None and event.token is not None and event.logprobs is not None:
@@ -158,6 +169,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Answer, TokenEvent]] = asyncio.Queue()  # MOST_UNREAD and a last one each
         self._taken_s = self._loop.time()
+        self._cancelled = False
         self._unread = False  # so many tokens lay there that the request was ended
 
     def submit(self) -> None:
@@ -173,6 +185,11 @@ class Generation:
         for answer in self.answers:
             if answer.receipt is None:
                 self._engine.abort(answer.request.id)
+
+    def cancel(self) -> None:
+        """End it because its client says so."""
+        self._cancelled = True
+        self.abort()
 
     async def pieces(self) -> AsyncIterator[Piece | None]:
         """Yield text as it comes, and None whenever `keepalive_s` passed without any. Raises GenerationFailed, NotReady."""
@@ -291,6 +308,8 @@ class Generation:
         deadline_s = self.answers[0].request.deadline_s
         if event.finish == "error":
             return GenerationFailed(event.error or "the engine failed", code="generation_failed")
+        if self._cancelled:
+            return Cancelled("the request was cancelled", code="cancelled")
         if self._unread:
             return ReaderTooSlow(
                 f"{MOST_UNREAD} tokens lay unread, so the answer was ended; read faster, or ask without stream",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from headstart.api.keys import Key, find, read_keys
 from headstart.block.framing import frame
 from headstart.errors import KeysUnreadable
 
-_LOOK_S = 0.5  # how often the file is looked at, at most
+LOOK_S = 0.5  # how often the file is looked at, at most
 _TAG_TENANT, _TAG_SALT = 1, 2
 _MOST_CHARACTERS = 512  # of a key
 _log = logging.getLogger("headstart")
@@ -75,9 +75,15 @@ class Keyring:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._seen = _state(file)
+        self._seen = state_of(file)
         self._keys: Mapping[str, Key] = read_keys(file)
-        self._look_due_s = time.monotonic() + _LOOK_S
+        self._look_due_s = time.monotonic() + LOOK_S
+        self._on_change: Callable[[Mapping[str, Key]], None] | None = None
+
+    def watch(self, on_change: Callable[[Mapping[str, Key]], None]) -> None:
+        """Have `on_change` called with the keys, now and whenever they were read again. It must be quick."""
+        self._on_change = on_change
+        on_change(self._keys)
 
     @property
     def keys(self) -> Mapping[str, Key]:
@@ -102,8 +108,8 @@ class Keyring:
         now = time.monotonic()
         if now < self._look_due_s:
             return
-        self._look_due_s = now + _LOOK_S
-        state = _state(self.file)
+        self._look_due_s = now + LOOK_S
+        state = state_of(self.file)
         if state == self._seen:
             return
         self._seen = state
@@ -113,9 +119,11 @@ class Keyring:
             _log.error("%s; until then the keys hold that were read before", error.message)
         else:
             _log.info("the keys were read again: %d", len(self._keys))
+            if self._on_change is not None:
+                self._on_change(self._keys)
 
 
-def _state(file: Path) -> tuple[int, int, int] | None:
+def state_of(file: Path) -> tuple[int, int, int] | None:
     """Return what changes when the file does."""
     try:
         found = os.stat(file)

@@ -30,6 +30,7 @@ _GETS: dict[str, type[msgspec.Struct]] = {
     "/version": forms.Version,
     "/v1/models": forms.Models,
     "/v1/models/{name}": forms.Model,
+    "/v1/responses/{id}": forms.ResponseAnswer,
     "/v1/headstart/requests/{id}": forms.ReceiptAnswer,
     "/v1/headstart/requests/{id}/why": forms.WhyAnswer,
     "/v1/headstart/requests/{id}/tokens": forms.TokensAnswer,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from headstart.engine.base import FinishReason, Progress
-from headstart.render.answers import Call, Part, Reasoning, Text
+from headstart.render.answers import Call, Part, Reasoning, Text, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     told = [piece.told for piece in pieces if piece.told is not None]
     return Piece(
         pieces[-1].index,
-        tuple(_merged(part for piece in pieces for part in piece.parts)),
+        tuple(merged(part for piece in pieces for part in piece.parts)),
         tuple(one for some in told for one in some) if told else None,
         pieces[-1].finish,
         pieces[-1].stop,
     )
-
-
-def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    for kind, run in groupby(parts, key=type):
-        if kind is Call:
-            yield from run
-        else:
-            yield kind("".join(part.text for part in run if not isinstance(part, Call)))

@@ -42,6 +42,7 @@ def requests_of(
         retention=ask.caller.retention if ask.handling.retention == "default" else ask.handling.retention,
         use_cache=prompt.keep_tokens != 0,
         keep_tokens=prompt.keep_tokens,
+        memory_only=caching.memory_only,
         keep_s=min(caching.keep_s, longest_promise_s),
         progress=ask.progress,
         deadline_s=deadline_s,

@@ -1,8 +1,8 @@
-"""The served model through its life (loading, ready, failed, closing) and its requests in flight.
+"""The served model's requests in flight.
 
 The bridge between two worlds: the engine calls back on its own thread, the server lives on an event loop. Everything here
-runs on the loop, except `progress`, `ready` and `failed`, which the loading thread calls, and templates and tokenisers,
-which run in a small pool so that a long prompt does not hold up other streams.
+runs on the loop, except templates and tokenisers, which run in a small pool so that a long prompt does not hold up other
+streams.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import difflib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,20 +24,21 @@ from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.asked import AskedPrompts
 from headstart.api.conversations import Conversations
-from headstart.api.errors import DeadlinePassed, ModelNotFound, NotReady, TooManyWaiting
+from headstart.api.errors import AlreadyEnded, DeadlinePassed, ModelNotFound, TooManyWaiting
 from headstart.api.generation import Answer, Generation
+from headstart.api.life import Life
 from headstart.api.metrics import Metrics
 from headstart.api.pieces import Piece
 from headstart.api.prompting import Prompt, Prompting
+from headstart.api.remarks import Remarks, request_line
 from headstart.api.requests import requests_of
 from headstart.api.served import Served
 from headstart.api.usage import Usage
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.cache.prefix_cache import CacheStatistics
 from headstart.diagnose.why import Asked, Diagnosis, diagnose, explain
 from headstart.diagnose.why_json import why_json
-from headstart.engine.base import FinishReason, Receipt
-from headstart.errors import HeadstartError, RequestError
+from headstart.errors import RequestError
+from headstart.render.answers import finished
 from headstart.render.canonical import RULES
 
 log = logging.getLogger("headstart")
@@ -46,17 +47,9 @@ T = TypeVar("T")
 KEEPALIVE_S = 10.0
 BODIES_BYTES = 128 << 20  # of all bodies that are being read, parsed or tokenised
 _LANDING_S = 2.0  # that aborted requests may take to end
-_LINES_ONCE = 256  # different remarks on requests that are logged before the log falls silent
-_NOT_LOADED = "the model could not be loaded; the server's log says why"
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    stage: str
-    progress: float | None  # 0 … 1, None where it cannot be known
-
-
-class Service:
+class Service(Life):
     """`max_waiting` bounds the requests that wait for the engine, those being tokenised included. `aliases`: names that mean
     another; a name that is none gets the served model, unless `strict_models`. `canonical`: the rules of canonical form that
     are on; `longest_promise_s`: what a caller can have promised at most of what is kept.
@@ -74,6 +67,7 @@ class Service:
         longest_promise_s: float = 0.0,
         keep_prompts: bool = False,
     ) -> None:
+        super().__init__()
         self.keepalive_s = keepalive_s
         self.accounts = accounts or Accounts()
         self.metrics = Metrics(self)
@@ -81,66 +75,16 @@ class Service:
         self._max_waiting = max_waiting
         self.prompting = Prompting(canonical)
         self._longest_promise_s = longest_promise_s
-        self._state: Loading | Served | HeadstartError = Loading("starting", None)
-        self._closing = False
         self._preparing = 0
         self._flights: dict[str, Generation] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
-        self._logged: set[str] = set()
+        self._remarks = Remarks()
         self._body_bytes = 0
         self._told_of_tools = False
-        self._conversations = Conversations()
+        self.conversations = Conversations()
         self.asked = AskedPrompts(keep_ids=keep_prompts)
         self._aliases = dict(aliases or {})
         self._strict_models = strict_models
-
-    def progress(self, stage: str, fraction: float | None = None) -> None:
-        self._state = Loading(stage, fraction)
-
-    def ready(self, served: Served) -> None:
-        self._state = served
-
-    def failed(self, error: HeadstartError) -> None:
-        self._state = error
-
-    @property
-    def served(self) -> Served | None:
-        return self._state if isinstance(self._state, Served) else None
-
-    def health(self) -> tuple[int, dict[str, Any]]:
-        """Return an HTTP status and what /health says. Paths are for the log: whoever reaches the port reads this."""
-        state = self._state
-        if isinstance(state, Loading):
-            return 503, {"status": "loading", "stage": state.stage, "progress": state.progress}
-        if isinstance(state, HeadstartError):
-            return 503, {"status": "failed", "error": _NOT_LOADED}
-        if failure := state.engine.failed:
-            return 503, {"status": "failed", "error": failure}
-        info = state.engine.info
-        status = {"status": "closing" if self._closing else "ok", "model": state.name, "note": state.note}
-        said, *why = info.cache.split("; ")
-        told = [
-            part for part in why if part.startswith("cache.")
-        ]  # of a setting; what went wrong with a tier names its directory
-        cache = "; ".join([said, *told, *(["the server's log says why"] if len(told) < len(why) else [])])
-        paused = [] if state.cache is None else paused_tiers(state.cache.statistics())
-        cache = "; ".join([cache, *paused])
-        facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
-        return 503 if self._closing else 200, status | facts
-
-    def require_served(self) -> Served:
-        """Return the model. Raises NotReady while it loads, when it could not be loaded, and when the server goes down."""
-        state = self._state
-        if self._closing:
-            raise NotReady("the server is shutting down", code="shutting_down", retry_after_s=5)
-        if isinstance(state, Loading):
-            done = "" if state.progress is None else f" ({state.progress:.0%})"
-            raise NotReady(f"the model is still loading: {state.stage}{done}", code="model_loading", retry_after_s=2)
-        if isinstance(state, HeadstartError):
-            raise NotReady(_NOT_LOADED, code="model_failed")
-        if failure := state.engine.failed:
-            raise NotReady(failure, code="engine_failed")
-        return state
 
     def model_object(self, name: str | None = None) -> dict[str, Any]:
         """Return what /v1/models says of the served model. Raises ModelNotFound for another `name`."""
@@ -175,7 +119,7 @@ class Service:
             return meant
         if self._strict_models or _nearest(meant, served.engine.info.adapters):
             raise self._no_model(name or meant)
-        self._log_ignored("unknown model name", [meant])
+        self._remarks.ignoring("unknown model name", [meant])
         return served.name
 
     async def start(self, ask: Ask, account: Account | None = None) -> Generation:
@@ -184,9 +128,9 @@ class Service:
         account = account or self.accounts.open(ask.caller, endpoint="", id="", headers={})
         ask = replace(ask, model=self._model_of(served, ask.model))
         account.model = served.adapter_of(ask.model) or served.name
-        self._log_ignored("unknown field", ask.ignored)
+        self._remarks.ignoring("unknown field", ask.ignored)
         if ask.previous is not None:
-            before = self._conversations.find(ask.previous, ask.caller.tenant)
+            before = self.conversations.find(ask.previous, ask.caller.tenant)
             asked = ask.messages or ()
             ask = replace(ask, messages=(*asked[: ask.instructions], *before, *asked[ask.instructions :]))
         answers = min(ask.n, self._max_waiting)
@@ -198,8 +142,12 @@ class Service:
             if ask.tools and not self._told_of_tools:
                 self._told_of_tools = True
                 if said := await self.off_loop(_about_tools, self.prompting, served, ask, prompt.ids):
-                    self._log_once(said)
-            self.require_served()  # the server may have begun to go down meanwhile
+                    self._remarks.once(said)
+            if answering.not_strict:
+                self._remarks.once(
+                    "tools are asked to be strict, which holds here where a call is forced (tool_choice): as this model writes "
+                    "calls, no mark begins one, or no JSON is in it"
+                )
             account.id = id = f"{ask.id_prefix}{uuid.uuid4().hex}"
             account.tokenised(len(prompt.ids))
             requests = requests_of(
@@ -230,6 +178,7 @@ class Service:
                 on_whole=partial(self._keep, ask) if ask.keep else None,
             )
             generation.acted = prompt.acted
+            self.require_served()  # the server may have begun to go down meanwhile; from here on nothing waits
             self._flights[id] = generation
             self.metrics.asked(answers=len(requests), max_tokens=requests[0].max_tokens)
             try:
@@ -258,8 +207,13 @@ class Service:
         return len(self.prompting.prompt(served, ask).ids)
 
     async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
-        """Return what `work` returns, run beside the loop, a few at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        """Return what `work` returns, run beside the loop, a few at a time. Raises NotReady when the server goes down."""
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        except RuntimeError:  # the pool is closed
+            self.require_open()
+            raise
+        return await running
 
     @contextmanager
     def holding_body(self) -> Iterator[Callable[[int], None]]:
@@ -317,10 +271,18 @@ class Service:
             said["reasoning_content"] = answer.reasoning
         if answer.calls:
             said["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": finished(call.arguments)}}
                 for call in answer.calls
             ]
-        self._conversations.keep(id, ask.caller.tenant, [*(ask.messages or ())[ask.instructions :], said])
+        self.conversations.keep(id, ask.caller.tenant, [*(ask.messages or ())[ask.instructions :], said])
+
+    def cancel(self, id: str, tenant: str) -> None:
+        """End a request that runs. Raises NoSuchResponse for what is not known, or is another tenant's, and AlreadyEnded."""
+        generation = self._flights.get(id)
+        if generation is None or generation.account.caller.tenant != tenant:
+            self.conversations.require(id, tenant)
+            raise AlreadyEnded(f"response {id[:64]!r} has ended; there is nothing to cancel", code="already_ended")
+        generation.cancel()
 
     def _landed(self, generation: Generation) -> None:
         self._flights.pop(generation.id, None)
@@ -359,20 +321,12 @@ class Service:
         if answer.index == 0:
             with self.accounts.guarded():
                 self.asked.end(id, answer.request.tenant, receipt, answer.tokens)
-        log.info("%s", _request_line(answer.request.id, answer.finish, receipt, answer.error))
+        log.info("%s", request_line(answer.request.id, answer.finish, receipt, answer.error))
 
     def _prepared(self, served: Served, ask: Ask) -> tuple[Prompt, Answering]:
+        served.shared.look()
         prompt = self.prompting.prompt(served, ask)
         return prompt, Answering(served, ask, prompt.ids)
-
-    def _log_ignored(self, what: str, names: Iterable[str]) -> None:
-        for name in names:
-            self._log_once(f"ignoring {what} {name[:64]!r}")
-
-    def _log_once(self, line: str) -> None:
-        if line not in self._logged and len(self._logged) < _LINES_ONCE:
-            self._logged.add(line)
-            log.info("%s", line)
 
 
 def _why(served: Served, asked: Asked, before: Sequence[Asked]) -> dict[str, Any]:
@@ -401,37 +355,7 @@ def _about_tools(prompting: Prompting, served: Served, ask: Ask, prompt: tuple[i
     return None
 
 
-def _request_line(request_id: str, finish: FinishReason, receipt: Receipt, error: str | None) -> str:
-    """One line a request: what came from where, how soon, how fast."""
-    new = receipt.prompt_tokens - receipt.cached_tokens
-    ttft = "none" if receipt.first_token_s is None else f"{receipt.first_token_s:.3f} s"
-    decode_s = receipt.total_s - (receipt.first_token_s or 0.0)
-    answered = receipt.completion_tokens
-    rate = f", {(answered - 1) / decode_s:.1f} tokens/s" if answered > 1 and decode_s > 0 else ""
-    return (
-        f"{request_id} prompt {receipt.prompt_tokens}, cached {receipt.cached_memory_tokens} from memory and "
-        f"{receipt.cached_disk_tokens} from disk, new {new}; first token {ttft}; "
-        f"{answered} token{'' if answered == 1 else 's'}{rate}; {finish}"
-        + "".join(f"; {note}" for note in (error, *receipt.notes) if note)
-    )
-
-
 def _nearest(name: str, names: Sequence[str]) -> str | None:
     """Return which of `names` somebody may have meant by `name`."""
     lower = {one.lower(): one for one in names}
     return next((lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)), None)
-
-
-def paused_tiers(statistics: CacheStatistics) -> list[str]:
-    """Return a sentence for every tier that stores nothing now, and for every device of one that does not take part."""
-    said = []
-    for tier in statistics.tiers:
-        if tier.paused:
-            read = ", what is there is still read" if tier.blocks else ""
-            said.append(f"nothing is stored in the tier {tier.name!r} for now{read}: {tier.paused}")
-    return said + [
-        f"device {device.name} of the tier {tier.name!r} takes nothing for now: {device.paused}"
-        for tier in statistics.tiers
-        for device in tier.devices
-        if device.paused
-    ]

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from headstart.api.dialects.base import Shape
+from headstart.api.dialects.base import KEEPALIVE, Shape
 from headstart.api.errors import ReaderTooSlow
 from headstart.api.generation import Generation
 from headstart.errors import RequestError
@@ -40,6 +40,7 @@ class EventStream(StreamingResponse):
             except TimeoutError as error:
                 raise _Stalled from error
 
+        scope["headstart.meaningless"] = KEEPALIVE  # for who may write into the stream
         with self._generation:
             try:
                 await super().__call__(scope, receive, send_in_time)

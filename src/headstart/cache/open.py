@@ -132,6 +132,7 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
         open_directory=open_directory,
         capacities=lambda rooms: capacities_of(config, rooms),
         patient=True,
+        retention=retention,
     )
 
 

@@ -41,7 +41,7 @@ from headstart.cache.ticket import SaveResult, Ticket
 from headstart.errors import StoreError
 from headstart.events import Publisher
 from headstart.metrics import Counters
-from headstart.tier.base import DEFAULT_TERMS, Problem, Terms, Tier, TierStatistics
+from headstart.tier.base import DEFAULT_TERMS, LimitedTier, Problem, Terms, Tier, TierStatistics
 from headstart.tier.lookup_thread import Patience
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.plan import Prompt
@@ -197,12 +197,14 @@ class PrefixCache:
         states: Mapping[int, Buffer] | None = None,
         contents: Sequence[Content] = (),
         own_tokens: int = 0,
+        memory_only: bool = False,
     ) -> Ticket:
         """Keep every full piece of `tokens` that some tier lacks. The source must stay valid until the ticket is done
         (`ticket.add_done_callback(region.release)`). `tenant`: whose quota it counts towards; `session`: the conversation it
         belongs to, by any name (`Terms`); `keep_s`: what is promised at least, where the class promises less; `contents` as in
         `match`. `own_tokens`: so many of `tokens` were given by earlier saves of the same request, and that they were seen then
-        says nothing about whether they will be used again.
+        says nothing about whether they will be used again. `memory_only`: the memory tier alone keeps it, and no other is told
+        of it.
 
         `states`, where the representation needs boundary states and only there: by n the state behind the first n tokens
         (whole pieces). They must stay valid as the source does; what lies behind the last one is of no use and not kept.
@@ -239,6 +241,7 @@ class PrefixCache:
                     shared_tokens=shared_tokens,
                     terms=terms,
                     own_tokens=own_tokens,
+                    memory_only=memory_only,
                     states=by_piece,
                     contents=tuple(contents),
                 )
@@ -287,6 +290,12 @@ class PrefixCache:
             history=self._saver.history,
             counters=self._counters,
         )
+
+    def limit_tenants(self, quotas: Mapping[str, str]) -> None:
+        """Have these quotas hold from now on, by tenant, in the form of `cache.quotas`. Returns at once."""
+        for source in () if self._forked else self._sources:
+            if isinstance(source.tier, LimitedTier):
+                source.tier.limit(quotas)
 
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""

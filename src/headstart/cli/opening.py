@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from headstart.api.keys import read_keys
+from headstart.api.keys import Key, read_keys
 from headstart.api.served import Served
-from headstart.api.shared import SharedPrefixes, read_shared
+from headstart.api.shared import SharedFile, SharedPrefixes
 from headstart.cli.progress import OnProgress
-from headstart.config import Config, parse_quotas
+from headstart.config import CacheConfig, Config, parse_quotas
 from headstart.engine.base import Engine, Sampling
 from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
@@ -46,7 +46,7 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
     renderer = Renderer.load(folder.path)
     renderer.warm_up()
     file = config.server.shared_prefixes
-    shared = SharedPrefixes() if file is None else read_shared(file, renderer)
+    shared = SharedPrefixes() if file is None else SharedFile(file, renderer)
     settings = _with_disk_quotas(config)
     engine: Engine
     cache = None
@@ -87,7 +87,7 @@ def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
         renderer = GGUFRenderer(engine.weights.vocabulary, template=engine.weights.chat_template)
         renderer.warm_up()
         declared = config.server.shared_prefixes
-        shared = SharedPrefixes() if declared is None else read_shared(declared, renderer)
+        shared = SharedPrefixes() if declared is None else SharedFile(declared, renderer)
         answers = answers_of(renderer, config.server.answers)
     except BaseException:
         engine.close()
@@ -117,10 +117,14 @@ def _with_disk_quotas(config: Config) -> Config:
     """Return the configuration with what keys say of their tenants' share of the disk; cache.quotas goes first."""
     if config.server.keys is None:
         return config
-    of_keys = {key.tenant: key.disk for key in read_keys(config.server.keys).values() if key.disk is not None}
-    quotas = of_keys | parse_quotas(config.cache.quotas)
+    quotas = disk_quotas(config.cache, read_keys(config.server.keys))
     told = ", ".join(f"{tenant}={size}" for tenant, size in quotas.items())
     return replace(config, cache=replace(config.cache, quotas=told))
+
+
+def disk_quotas(cache: CacheConfig, keys: Mapping[str, Key]) -> dict[str, str]:
+    """Return what tenants may have of the disk: what keys say, and before that `cache.quotas`."""
+    return {key.tenant: key.disk for key in keys.values() if key.disk is not None} | parse_quotas(cache.quotas)
 
 
 def _import_libraries() -> None:

@@ -29,7 +29,7 @@ from headstart.api.service import Service
 from headstart.api.streaming import STALL_S
 from headstart.api.tracing import Tracing
 from headstart.cli import INTERRUPTED
-from headstart.cli.opening import open_model
+from headstart.cli.opening import disk_quotas, open_model
 from headstart.cli.progress import stage_lines
 from headstart.cli.settings import chosen_config, config_options
 from headstart.config import (
@@ -160,6 +160,9 @@ class _Server(uvicorn.Server):
             )
         else:
             self._service.ready(served)
+            keyring, cache = self._service.accounts.keyring, served.cache
+            if keyring is not None and cache is not None:
+                keyring.watch(lambda keys: cache.limit_tenants(disk_quotas(self._configuration.cache, keys)))
             log.info("ready: %s", ready_line(self._url, served))
 
     def _fail(self, error: HeadstartError) -> None:

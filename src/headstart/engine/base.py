@@ -64,8 +64,8 @@ class GenerationRequest:
     `min_tokens`.
 
     `use_cache` False: nothing stored is looked for, and nothing is kept. `keep_tokens`: only so many tokens from the start are
-    kept, None for all. `keep_s`: what is kept is promised for at least so long, whatever its class promises. `progress`:
-    whether it is told how far the prompt is."""
+    kept, None for all. `memory_only`: nothing of it is written to a medium. `keep_s`: what is kept is promised for at least so
+    long, whatever its class promises. `progress`: whether it is told how far the prompt is."""
 
     id: str
     prompt: tuple[int, ...]
@@ -85,6 +85,7 @@ class GenerationRequest:
     adapter: str | None = None
     keep_tokens: int | None = None
     keep_s: float = 0.0
+    memory_only: bool = False
     progress: bool = False
     constraint: Constraint | None = field(default=None, compare=False)
 

@@ -36,7 +36,7 @@ def _spans(text: str) -> dict[str, Span]:
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Classes by name and quotas by tenant. A class that is not named behaves as "default". A quota is a size or a share of
-    the capacity; "*" is that of each tenant that is not named; who has no name has no quota.
+    the capacity; "*" is that of each tenant that is not named; who has no name has no quota. Quotas alone may change.
 
     >>> retention = Retention.of("agent=1h..1d", "acme=1KiB, *=10%")
     >>> retention.span("agent"), retention.span("never heard of")
@@ -46,13 +46,19 @@ class Retention:
     """
 
     classes: Mapping[str, Span] = field(default_factory=lambda: _spans(RETENTION))
-    quotas: Mapping[str, str] = field(default_factory=dict)
+    quotas: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, retention: str, quotas: str = "") -> Retention:
         """Return what the settings `cache.retention` and `cache.quotas` say; a built-in class that is not named there keeps its
         own span. Raises ConfigError."""
         return cls(_spans(RETENTION) | _spans(retention), parse_quotas(quotas))
+
+    def limit(self, quotas: Mapping[str, str]) -> None:
+        """Have these quotas hold from now on, wherever this is gone by. Safe while others read."""
+        self.quotas.update(quotas)
+        for tenant in self.quotas.keys() - quotas.keys():
+            del self.quotas[tenant]
 
     def span(self, name: str) -> Span:
         return self.classes.get(name) or self.classes[DEFAULT_CLASS]

@@ -3,6 +3,8 @@
 The grammar is `llguidance`'s work; here is what it is made from, and reasoning, which comes before and is free.
 
     prompt ▷ reasoning, anything ▷ "</think>" ▷ the grammar ▷ a token that ends the answer
+
+Where calls may be but need not, the grammar is any text, in which a call's mark leads into a call.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 from headstart.errors import RequestError
 from headstart.render.answers import Family
+from headstart.render.answers.families import Writing
 from headstart.render.renderer import Tokens
 
 SCHEMA_BYTES = 64 << 10  # a thousand properties, of which a grammar is made in a second
@@ -42,12 +45,14 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What may stand, for `llguidance`. `param`: what the client wrote it in. `text`: whether it is the text of an answer."""
+    """What may stand, for `llguidance`. `param`: what the client wrote it in. `text`: whether it is the text of an answer.
+    `free`: whether it has stretches of any text, which end where the answer may; special tokens may stand there, too."""
 
     start: str
     rules: tuple[str, ...]
     param: str
     text: bool
+    free: bool = False
 
 
 class Constraints:
@@ -71,18 +76,42 @@ class Constraints:
         """Return the grammar of at least one call of `tools`, as the family writes them."""
         writing = family.writing
         assert writing is not None
+        rules = self._calls(writing, tools, befores=(writing.before,))
+        more = f"({self._literal(writing.between)} call)*" if parallel and writing.between is not None else ""
+        start = f"({self._literal(writing.begin)} call {more} {self._literal(writing.end)})"
+        return Grammar(start, rules, "tools", text=False)
+
+    def calls_in_text(self, family: Family, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Grammar:
+        """Return the grammar of any text in which, behind the mark that begins one, stand calls of `tools` as the family writes
+        them; where they are not `parallel`, one, and nothing behind it."""
+        writing = family.writing
+        assert writing is not None
+        assert writing.trigger is not None
+        mark = writing.trigger
+        if mark in writing.before:  # each call has its own
+            befores = [before.partition(mark)[2] for before in (writing.before, *writing.others)]
+            calls = "call"
+        else:
+            befores = [writing.before]
+            more = f"({self._literal(writing.between)} call)*" if parallel and writing.between is not None else ""
+            calls = f"{self._literal(writing.begin.partition(mark)[2])} call {more} {self._literal(writing.end)}"
+        heads = [f"begun: (by_letters{' | by_token' if mark in self._renderer.special_tokens else ''}) {calls}"]
+        heads.append(f"by_letters[lazy]: ANY {json.dumps(mark)}")
+        if mark in self._renderer.special_tokens:
+            heads.append(f"by_token: ANY <[{self._renderer.special_tokens[mark]}]>")
+        rules = (*heads, "ANY: /(.|\n)*/", *self._calls(writing, tools, befores=befores))
+        return Grammar("begun* ANY" if parallel else "(ANY | begun)", rules, "tools", text=False, free=True)
+
+    def _calls(self, writing: Writing, tools: Sequence[Mapping[str, Any]], *, befores: Sequence[str]) -> tuple[str, ...]:
         rules = []
         for i, tool in enumerate(tools):
             function = tool["function"]
-            before, after = writing.before.replace("NAME", function["name"]), self._literal(writing.after)
+            before = " | ".join(self._literal(before.replace("NAME", function["name"])) for before in befores)
             arguments = self._json(
                 function.get("parameters") or {"type": "object"}, strict=bool(function.get("strict")), param=f"tools[{i}]"
             )
-            rules.append(f"call_{i}: {self._literal(before)} {arguments} {after}")
-        rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}")
-        more = f"({self._literal(writing.between)} call)*" if parallel and writing.between is not None else ""
-        start = f"({self._literal(writing.begin)} call {more} {self._literal(writing.end)})"
-        return Grammar(start, tuple(rules), "tools", text=False)
+            rules.append(f"call_{i}: ({before}) {arguments} {self._literal(writing.after)}")
+        return (*rules, f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}")
 
     def constraint(self, grammar: Grammar, family: Family | None, *, prompt_end: str) -> Held:
         """Return a new constraint. Raises RequestError where the grammar cannot be held to."""
@@ -97,13 +126,14 @@ class Constraints:
             free_until = closes
         elif opens:
             opening = self._renderer.special_tokens.get(opens)
-        space = "/\\n{0,2}/ " if free_until or opening is not None else ""  # a line may end behind reasoning
+        reasons = free_until or opening is not None
+        space = "/\\n{0,2}/ " if reasons and not grammar.free else ""  # a line may end behind reasoning
         text = "\n".join([f"start: {space}{grammar.start}", *grammar.rules]) + "\n"
         matcher = LLMatcher(tokenizer, text, log_level=0)
         if matcher.is_error():
             said = str(matcher.get_error()).strip().partition("\n")[0]
             raise RequestError(f"{grammar.param} cannot be held to: {said[:300]}", param=grammar.param)
-        return Held(matcher, self._renderer, free_until=free_until, opening=opening, closes=closes)
+        return Held(matcher, self._renderer, free_until=free_until, opening=opening, closes=closes, free=grammar.free)
 
     def _json(self, schema: object, *, strict: bool, param: str) -> str:
         if not isinstance(schema, Mapping):
@@ -134,10 +164,13 @@ class Constraints:
 
 class Held:
     """An `engine.base.Constraint`. `free_until`: a text up to which anything may come; `opening`: a token that opens such a
-    stretch, if it comes first, up to `closes`."""
+    stretch, if it comes first, up to `closes`. `free`: special tokens may stand wherever the answer may end."""
 
-    def __init__(self, matcher: Any, renderer: Vocabulary, *, free_until: str, opening: int | None, closes: str) -> None:
+    def __init__(
+        self, matcher: Any, renderer: Vocabulary, *, free_until: str, opening: int | None, closes: str, free: bool
+    ) -> None:
         self._matcher = matcher
+        self._special = frozenset(renderer.special_tokens.values()) if free else frozenset()
         self._token_bytes = renderer.token_bytes
         self._free_until = free_until.encode()
         self._opening = opening
@@ -154,11 +187,15 @@ class Held:
         if self._free_until:
             return None
         mask: bytes = self._matcher.compute_bitmask()
+        also = self._special if self._special and self._matcher.is_accepting() else frozenset[int]()
         if self._opening is not None:
-            changed = bytearray(mask)
-            changed[self._opening // 8] |= 1 << self._opening % 8
-            return bytes(changed)
-        return mask
+            also |= {self._opening}
+        if not also:
+            return mask
+        changed = bytearray(mask)
+        for token in also:
+            changed[token // 8] |= 1 << token % 8
+        return bytes(changed)
 
     def accept(self, token: int) -> None:
         if self._free_until:
@@ -170,6 +207,8 @@ class Held:
             self._free_until, self._opening = self._closes, None
             return
         self._opening = None
+        if token in self._special and self._matcher.is_accepting() and not self._matcher.validate_tokens([token]):
+            return
         if not self._matcher.consume_token(token):
             raise ValueError(f"token {token} does not go on: {self._matcher.get_error() or 'it was not allowed'}")
 

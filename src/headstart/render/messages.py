@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from headstart.errors import RequestError
 
+MESSAGES = 100_000  # in one request; a template takes a second for as many
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NORMAL_ROLES = ("user", "assistant", "tool", "system")
 
@@ -22,6 +23,8 @@ def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[s
     `join_parts` templates see a list of text parts where a client wrote one."""
     if not _is_list(messages):
         raise _wrong("messages", "must be a list of messages")
+    if len(messages) > MESSAGES:
+        raise _wrong("messages", f"has {len(messages)} messages; at most {MESSAGES} are taken")
     if not messages:
         raise _wrong("messages", "is empty; send at least one message")
     return [
@@ -92,7 +95,7 @@ def _part(part: object, where: str) -> str:
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         raise _wrong(where, 'must be an object such as {"type": "text", "text": …}')
     if kind != "text":
-        raise _wrong(where, f"has type {kind!r}; this model reads text parts only")
+        raise _wrong(where, f"has type {kind[:48]!r}; this server reads parts of text only, no images, audio or files")
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong(f"{where}.text", "must be a string")

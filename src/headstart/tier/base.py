@@ -10,7 +10,7 @@ Whoever calls (the cache) turns them into a miss and a counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol, runtime_checkable
 
@@ -288,6 +288,16 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Flush what is pending and let go. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class LimitedTier(Tier, Protocol):
+    """A tier that goes by tenants' quotas."""
+
+    def limit(self, quotas: Mapping[str, str]) -> None:
+        """Have these quotas hold from now on. A tenant that is over its own gives way with its next write, or when room is
+        needed. Takes no time."""
         ...
 
 

@@ -299,7 +299,7 @@ def test_short_prompts_are_computed_in_one_step(model: TorchModel) -> None:
 def test_a_long_prompt_is_saved_on_its_way_with_its_terms(model: TorchModel) -> None:
     cache = HeldCache(model.shape.representation(query_heads=model.heads))
     with stepped(model, cache=cache, chunk_tokens=64, save_every=128) as engine:
-        terms = {"retention": "agent", "tenant": "t", "session": "s", "keep_s": 60.0}
+        terms = {"retention": "agent", "tenant": "t", "session": "s", "keep_s": 60.0, "memory_only": False}
         answer = ask(engine, some_tokens(330), 70, **terms)
         step(engine, 5)
         assert [len(tokens) for tokens in cache.saves] == [128, 256]

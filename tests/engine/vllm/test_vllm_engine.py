@@ -134,7 +134,7 @@ def test_all_that_a_request_says_reaches_vllm(engine: VLLMEngine, tmp_path: Path
         "logprobs": 1,
         "cache_salt": "mine",
         "priority": -3,
-        "kv_transfer_params": {"headstart": {"retention": "chat", "tenant": "t", "session": "s"}},
+        "kv_transfer_params": {"headstart": {"retention": "chat", "tenant": "t", "session": "s", "keep": True}},
     }
     assert {key: body[key] for key in wanted} == wanted
 

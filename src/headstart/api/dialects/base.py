@@ -18,13 +18,14 @@ from headstart.errors import RequestError
 @dataclass(frozen=True, slots=True)
 class About:
     """What an answer's envelope says beside the answer. `diagnosis`: how the request compares with the one that its client
-    named; None where it named none."""
+    named; None where it named none. `tell`: is told of an answer that may be asked for again, when it is whole."""
 
     id: str
     created: int  # seconds since 1970
     model: str
     request_id: str | None = None  # of the header, for errors amid a stream
     diagnosis: Callable[[Usage], Diagnosis | None] = lambda usage: None
+    tell: Callable[[Mapping[str, Any]], None] = lambda answer: None
 
 
 class Shape(Protocol):

@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart import __version__
 from headstart.api.ask import Ask
 from headstart.api.caching import controls_in
-from headstart.api.dialects.base import DONE, KEEPALIVE, About, event
+from headstart.api.dialects.base import About
+from headstart.api.dialects.chunks import Chunks, envelope, token_object, usage_object
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
 from headstart.api.dialects.tools import choice_of, format_of
-from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
 from headstart.api.usage import Usage
-from headstart.engine.base import FinishReason, Progress
-from headstart.errors import RequestError
+from headstart.engine.base import FinishReason
 from headstart.render.answers import Call, Part, Text
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -27,7 +25,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "web_search_options": (),
 }
-_LEAST_LOG = -9999.0  # stands for what JSON cannot say: a probability of 0
 
 
 class Request(Common, kw_only=True):
@@ -74,13 +71,12 @@ def shape(ask: Ask, about: About) -> Shape:
 
 
 @dataclass(slots=True)
-class Shape:
+class Shape(Chunks):
     """A completion, or its chunks: for each answer the role, its text, the finish reason; then usage where it was asked for."""
 
-    about: About
-    include_usage: bool = False
+    kind = "chat.completion.chunk"
     _begun: set[int] = field(default_factory=set)
-    _calls: dict[int, int] = field(default_factory=dict)  # so far, by answer
+    _calls: dict[int, list[str]] = field(default_factory=dict)  # ids so far, by answer
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [
@@ -94,60 +90,35 @@ class Shape:
         ]
         return envelope(self.about, "chat.completion", choices) | {"usage": usage_object(usage)}
 
-    def open(self) -> Iterator[bytes]:
-        return iter(())
-
-    def begin(self, usage: Usage) -> Iterator[bytes]:
-        return iter(())
-
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.progress is not None:
-            yield self._chunk(piece.index, {}, progress=piece.progress)
+            yield self.progress(self._choice(piece.index, {}), piece.progress)
             return
         # The role goes out with the first text, not before: clients take the first chunk for the first token.
         if piece.index not in self._begun:
             self._begun.add(piece.index)
-            yield self._chunk(piece.index, {"role": "assistant", "content": ""})
+            yield self.chunk(self._choice(piece.index, {"role": "assistant", "content": ""}))
         told = _logprobs(piece.told)
         for part in piece.parts or ((Text(""),) if piece.told else ()):
-            yield self._chunk(piece.index, self._delta(piece.index, part), logprobs=told)
+            yield self.chunk(self._choice(piece.index, self._delta(piece.index, part), logprobs=told))
             told = None
         if piece.finish is not None:
-            reason = finish_reason(piece.finish, called=self._calls.get(piece.index, 0) > 0)
-            yield self._chunk(piece.index, {}, finish=reason)
-
-    def end(self, usage: Usage) -> Iterator[bytes]:
-        if self.include_usage:
-            yield event(envelope(self.about, "chat.completion.chunk", []) | {"usage": usage_object(usage)})
-        yield DONE
-
-    def failure(self, error: RequestError) -> Iterator[bytes]:
-        yield event(error_object(error))
-
-    def quiet(self) -> bytes:
-        return KEEPALIVE
+            reason = finish_reason(piece.finish, called=bool(self._calls.get(piece.index)))
+            yield self.chunk(self._choice(piece.index, {}, finish=reason))
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, Call):
-            number = self._calls.get(index, 0)
-            self._calls[index] = number + 1
-            return {"tool_calls": [{"index": number, **_call(part)}]}
+            calls = self._calls.setdefault(index, [])
+            if part.id in calls:
+                return {"tool_calls": [{"index": calls.index(part.id), "function": {"arguments": part.arguments}}]}
+            calls.append(part.id)
+            return {"tool_calls": [{"index": len(calls) - 1, **_call(part)}]}
         return {"content": part.text} if isinstance(part, Text) else {"reasoning_content": part.text}
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-        progress: Progress | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        chunk = envelope(self.about, "chat.completion.chunk", [choice])
-        if progress is not None:
-            chunk["prompt_progress"] = progress_object(progress)
-        return event(chunk | {"usage": None} if self.include_usage else chunk)
+    def _choice(
+        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
 def template_arguments(effort: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -175,56 +146,6 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def envelope(about: About, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": about.id,
-        "object": kind,
-        "created": about.created,
-        "model": about.model,
-        "system_fingerprint": f"headstart-{__version__}",
-        "choices": choices,
-    }
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return OpenAI's and DeepSeek's fields: the same whether streamed or not, every number present also when it is 0.
-
-    Both count cached tokens as part of the prompt; hit and miss always add up to it."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.output_tokens,
-        "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cached_memory_tokens": usage.cached_memory_tokens,
-            "cached_disk_tokens": usage.cached_disk_tokens,
-            "cache_write_tokens": usage.written_tokens,  # clients add it up, so never absent
-        },
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, "kept_tokens": usage.kept_output_tokens},
-        "prompt_cache_hit_tokens": usage.cached_tokens,
-        "prompt_cache_miss_tokens": usage.prompt_tokens - usage.cached_tokens,
-    }
-
-
-def progress_object(progress: Progress) -> dict[str, int]:
-    """Return how far a prompt is as llama.cpp says it: `processed` counts cached tokens, too."""
-    return {
-        "total": progress.total_tokens,
-        "cache": progress.cached_tokens,
-        "processed": progress.processed_tokens,
-        "time_ms": round(progress.seconds * 1000),
-    }
-
-
-def token_text(token: bytes) -> str:
-    """Return the token's text; bytes that are no character stand as OpenAI writes them, \\xe2."""
-    return token.decode("utf-8", "backslashreplace")
-
-
-def log_or_least(logprob: float) -> float:
-    return max(logprob, _LEAST_LOG)
-
-
 def _logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
     if told is None:
         return None
@@ -232,7 +153,3 @@ def _logprobs(told: Sequence[Told] | None) -> dict[str, Any] | None:
         {**token_object(one.token, one.logprob), "top_logprobs": [token_object(*other) for other in one.top]} for one in told
     ]
     return {"content": content, "refusal": None}
-
-
-def token_object(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": log_or_least(logprob), "bytes": list(token)}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from headstart.api.ask import Ask
-from headstart.api.dialects.base import DONE, KEEPALIVE, About, event
-from headstart.api.dialects.chat import envelope, log_or_least, progress_object, token_text, usage_object
+from headstart.api.dialects.base import About
+from headstart.api.dialects.chunks import Chunks, envelope, log_or_least, token_text, usage_object
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
-from headstart.api.errors import error_object
 from headstart.api.pieces import Piece, Told
 from headstart.api.usage import Usage
 from headstart.engine.base import FinishReason
-from headstart.errors import RequestError
 
 MAX_TOKENS = 16  # what is generated when nothing is said; a chat may use the whole context
 _NEUTRAL: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
@@ -46,49 +43,23 @@ def shape(ask: Ask, about: About) -> Shape:
     return Shape(about, include_usage=ask.include_usage)
 
 
-@dataclass(slots=True)
-class Shape:
+class Shape(Chunks):
     """A completion, or its chunks: for each answer its text, then the finish reason; then usage where it was asked for."""
 
-    about: About
-    include_usage: bool = False
+    kind = "text_completion"
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         choices = [_choice(one.index, one.text, one.told, one.finish) for one in answers]
-        return envelope(self.about, "text_completion", choices) | {"usage": usage_object(usage)}
-
-    def open(self) -> Iterator[bytes]:
-        return iter(())
-
-    def begin(self, usage: Usage) -> Iterator[bytes]:
-        return iter(())
+        return envelope(self.about, self.kind, choices) | {"usage": usage_object(usage)}
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if piece.progress is not None:
-            choice = _choice(piece.index, "", None, None)
-            yield event(
-                envelope(self.about, "text_completion", [choice]) | {"prompt_progress": progress_object(piece.progress)}
-            )
+            yield self.progress(_choice(piece.index, "", None, None), piece.progress)
             return
         if piece.text or piece.told:
-            yield self._chunk(_choice(piece.index, piece.text, piece.told, None))
+            yield self.chunk(_choice(piece.index, piece.text, piece.told, None))
         if piece.finish is not None:
-            yield self._chunk(_choice(piece.index, "", None, piece.finish))
-
-    def end(self, usage: Usage) -> Iterator[bytes]:
-        if self.include_usage:
-            yield event(envelope(self.about, "text_completion", []) | {"usage": usage_object(usage)})
-        yield DONE
-
-    def failure(self, error: RequestError) -> Iterator[bytes]:
-        yield event(error_object(error))
-
-    def quiet(self) -> bytes:
-        return KEEPALIVE
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = envelope(self.about, "text_completion", [choice])
-        return event(chunk | {"usage": None} if self.include_usage else chunk)
+            yield self.chunk(_choice(piece.index, "", None, piece.finish))
 
 
 def _one_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:

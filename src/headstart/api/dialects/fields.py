@@ -18,11 +18,16 @@ from headstart.api.ask import Ask, handling_of
 from headstart.api.caching import Options, caching_of, salt_of
 from headstart.engine.base import Sampling
 from headstart.errors import RequestError
+from headstart.render.messages import MESSAGES
 
 SALT_CHARACTERS = 1024
 ANSWERS = 16  # to one request
 LOGPROBS = 20  # tokens told beside each
 BIASES = 1024
+STOPS = 64  # texts that end an answer; each is looked for at every token
+STOP_CHARACTERS = 1024
+STOP_IDS = 1024
+KEPT_BYTES = 4 << 20  # of tools, and of what goes to a template besides; a request holds them until it ends
 
 # What is left of an emoji or the like when a text is cut inside of it.
 _HALF = re.compile(
@@ -143,6 +148,7 @@ def ask_of(
     max_tokens: int | None,
     logprobs: int | None,
     stop: Sequence[str] | None = None,
+    stop_param: str = "stop",
     controls: Iterable[Any] = (),
     compare_with: str | None = None,
     **more: Any,
@@ -170,8 +176,17 @@ def ask_of(
         raise wrong("cache_salt", f"must have 1 to {SALT_CHARACTERS} characters, but has {len(request.cache_salt)}")
     if stop is None:
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if any(token < 0 for token in request.stop_token_ids or ()):
-        raise wrong("stop_token_ids", "must be token ids, which are 0 or more")
+    if len(stop) > STOPS or any(len(text) > STOP_CHARACTERS for text in stop):
+        raise wrong(stop_param, f"must have at most {STOPS} texts of {STOP_CHARACTERS} characters")
+    ids = request.stop_token_ids or ()
+    if len(ids) > STOP_IDS or any(token < 0 for token in ids):
+        raise wrong("stop_token_ids", f"must be at most {STOP_IDS} token ids, which are 0 or more")
+    if len(more.get("messages") or ()) > MESSAGES:  # before anything is made of them
+        raise wrong("messages", f"must be at most {MESSAGES}, but are {len(more['messages'])}")
+    for name, param in (("tools", "tools"), ("template", "chat_template_kwargs"), ("echo", "metadata")):
+        if (held := more.get(name)) and len(msgspec.json.encode(held)) > KEPT_BYTES:
+            beside = ", with instructions and tools," if name == "echo" else ""
+            raise wrong(param, f"must have at most {KEPT_BYTES >> 20} MiB{beside} and has more")
     return Ask(
         model=request.model,
         max_tokens=max_tokens,

@@ -25,7 +25,7 @@ from headstart.api.pieces import Piece
 from headstart.api.usage import Usage
 from headstart.diagnose.why import Diagnosis
 from headstart.errors import RequestError
-from headstart.render.answers import Call, Part, Reasoning, Text
+from headstart.render.answers import Call, Part, Reasoning, Text, finished
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "n": (1,)}
 _QUIET = ("metadata", "service_tier", "anthropic_version", "anthropic_beta", "betas", "context_management")
@@ -77,6 +77,7 @@ def parse_to_count(body: bytes, headers: Mapping[str, str]) -> Ask:
         format=format_of(config.get("format") or request.output_format, param="output_config.format"),
         template=_template(request, config),
         stop=request.stop_sequences or (),
+        stop_param="stop_sequences",
         controls=controls_in([{"cache_control": request.cache_control}, *_holders(request)]),
         compare_with=None if request.diagnostics is None else request.diagnostics.previous_message_id,
         ignored=(*(name for name in ignored if name not in _QUIET), *others),
@@ -157,7 +158,7 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> Iterator[dict[str, 
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
         elif kind != "redacted_thinking":  # nobody here can read that
-            raise wrong(here, f"is a block of type {str(kind)[:48]!r}, which this model does not read")
+            raise wrong(here, f"has type {str(kind)[:48]!r}; this server reads text only, no images or documents")
     if turn is not None:
         yield turn
 
@@ -169,8 +170,11 @@ def _said(content: object, where: str, *, at: int = 0) -> Any:
     if not isinstance(content, list):
         raise wrong(where, "must be a text or a list of blocks")
     for i, block in enumerate(content):
-        if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise wrong(f"{where}[{at + i}]", "must be a block of text; this model reads nothing else")
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise wrong(
+                f"{where}[{at + i}]", f"has type {str(kind)[:48]!r}; this server reads text only, no images or documents"
+            )
     return [{key: block[key] for key in ("type", "text", "cache_control") if key in block} for block in content]
 
 
@@ -185,7 +189,7 @@ class Shape:
     about: About
     _blocks: int = 0
     _open: type[Part] | None = None
-    _called: bool = False
+    _call: str | None = None  # id of the latest
     _finish: str | None = None
     _stop: str | None = field(default=None)
 
@@ -203,16 +207,21 @@ class Shape:
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         for part in piece.parts:
-            if isinstance(part, Call) or self._open is not type(part):
+            if self._open is not type(part) or (isinstance(part, Call) and part.id != self._call):
                 yield from self._close()
                 self._open = type(part)
                 empty = Call(part.id, part.name, "{}") if isinstance(part, Call) else type(part)("")
                 yield self._event("content_block_start", index=self._blocks, content_block=_block(empty))
-            yield self._event("content_block_delta", index=self._blocks, delta=_delta(part))
-            self._called = self._called or isinstance(part, Call)
+                yield self._event("content_block_delta", index=self._blocks, delta=_delta(part, first=True))
+            else:
+                yield self._event("content_block_delta", index=self._blocks, delta=_delta(part))
+            if isinstance(part, Call):
+                self._call = part.id
+                if part.done:
+                    yield from self._close()
         if piece.finish is not None:
             yield from self._close()
-            self._finish, self._stop = _reason(piece.finish, piece.stop, called=self._called), piece.stop
+            self._finish, self._stop = _reason(piece.finish, piece.stop, called=self._call is not None), piece.stop
 
     def end(self, usage: Usage) -> Iterator[bytes]:
         told = {"stop_reason": self._finish, "stop_sequence": self._stop}
@@ -291,14 +300,16 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return arguments as the object that clients take them for."""
-    value = json.loads(arguments)
+    """Return arguments as the object that clients take them for; of a call that was cut off, what is whole."""
+    value = json.loads(finished(arguments) if arguments.startswith("{") else arguments)
     return value if isinstance(value, dict) else {"value": value}
 
 
-def _delta(part: Part) -> dict[str, Any]:
+def _delta(part: Part, *, first: bool = False) -> dict[str, Any]:
     if isinstance(part, Call):
-        return {"type": "input_json_delta", "partial_json": json.dumps(_input(part.arguments), ensure_ascii=False)}
+        is_object = not first or part.arguments.startswith("{")
+        told = part.arguments if is_object else json.dumps(_input(part.arguments), ensure_ascii=False)
+        return {"type": "input_json_delta", "partial_json": told}
     if isinstance(part, Text):
         return {"type": "text_delta", "text": part.text}
     return {"type": "thinking_delta", "thinking": part.text}

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from headstart.api.ask import Ask
 from headstart.api.dialects.base import KEEPALIVE, About, event
-from headstart.api.dialects.chat import template_arguments, token_object
+from headstart.api.dialects.chat import template_arguments
+from headstart.api.dialects.chunks import token_object
 from headstart.api.dialects.fields import Common, ask_of, decoded, wrong
 from headstart.api.dialects.tools import choice_of, format_of, functions_of
 from headstart.api.errors import error_object
@@ -161,7 +162,9 @@ def _said(content: object, where: str) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise wrong(f"{where}[{i}]", "must be a part with text; this model reads nothing else")
+            raise wrong(
+                f"{where}[{i}]", f"has type {str(kind)[:48]!r}; this server reads parts of text only, no images, audio or files"
+            )
         marked = {key: part[key] for key in ("prompt_cache_breakpoint",) if key in part}
         parts.append({"type": "text", "text": text, **marked})
     return parts
@@ -178,14 +181,15 @@ class Shape:
     about: About
     echo: Mapping[str, Any]
     _output: list[dict[str, Any]] = field(default_factory=list)
-    _open: type[Text] | type[Reasoning] | None = None
+    _open: type[Part] | None = None
+    _call: str | None = None  # id of the latest
     _finish: FinishReason | None = None
     _number: int = 0
 
     def whole(self, answers: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         answer = answers[0]
         output = [_item(part, told=answer.told) for part in answer.parts]
-        return self._response(output, _status(answer.finish), usage)
+        return self._ended(output, _status(answer.finish), usage)
 
     def open(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -198,8 +202,7 @@ class Shape:
         told = piece.told
         for part in piece.parts:
             if isinstance(part, Call):
-                yield from self._close()
-                yield from self._call(part)
+                yield from self._called(part)
             else:
                 yield from self._said(part, told)
                 told = None if told is None else ()
@@ -209,7 +212,7 @@ class Shape:
 
     def end(self, usage: Usage) -> Iterator[bytes]:
         status = _status(self._finish)
-        yield self._event(f"response.{status}", response=self._response(self._output, status, usage))
+        yield self._event(f"response.{status}", response=self._ended(self._output, status, usage))
 
     def failure(self, error: RequestError) -> Iterator[bytes]:
         told = error_object(error)["error"]
@@ -244,6 +247,9 @@ class Shape:
         if self._open is None:
             return
         item = self._output[self._at]
+        if self._open is Call:
+            yield from self._call_ends(item, whole=False)
+            return
         content = item["content"][0]
         if self._open is Reasoning:
             yield self._event("response.reasoning_text.done", **self._where, text=content["text"])
@@ -255,14 +261,25 @@ class Shape:
         yield self._event("response.output_item.done", output_index=self._at, item=item)
         self._open = None
 
-    def _call(self, call: Call) -> Iterator[bytes]:
-        item = _item(call)
-        self._output.append(item)
+    def _called(self, call: Call) -> Iterator[bytes]:
+        if self._open is not Call or call.id != self._call:
+            yield from self._close()
+            self._open, self._call = Call, call.id
+            self._output.append(_item(replace(call, arguments="", done=True), status="in_progress"))
+            yield self._event("response.output_item.added", output_index=self._at, item=dict(self._output[self._at]))
+        item = self._output[self._at]
+        item["arguments"] += call.arguments
         where = {"output_index": self._at, "item_id": item["id"]}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=self._at, item=begun)
         yield self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
+        if call.done:
+            yield from self._call_ends(item, whole=True)
+
+    def _call_ends(self, item: dict[str, Any], *, whole: bool) -> Iterator[bytes]:
+        self._open = None
+        item["status"] = "completed" if whole else "incomplete"
+        where = {"output_index": self._at, "item_id": item["id"]}
+        told = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", **where, **told)
         yield self._event("response.output_item.done", output_index=self._at, item=item)
 
     @property
@@ -276,6 +293,11 @@ class Shape:
     def _event(self, kind: str, **content: Any) -> bytes:
         number, self._number = self._number, self._number + 1
         return event({"type": kind, "sequence_number": number, **content}, kind)
+
+    def _ended(self, output: Sequence[dict[str, Any]], status: str, usage: Usage) -> dict[str, Any]:
+        response = self._response(output, status, usage)
+        self.about.tell(response)
+        return response
 
     def _response(self, output: Sequence[dict[str, Any]], status: str, usage: Usage | None) -> dict[str, Any]:
         return {
@@ -329,7 +351,7 @@ def _item(part: Part, *, told: Sequence[Told] | None = None, status: str = "comp
     id = uuid.uuid4().hex
     if isinstance(part, Call):
         named = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
-        return {"id": f"fc_{id}", "type": "function_call", "status": status, **named}
+        return {"id": f"fc_{id}", "type": "function_call", "status": status if part.done else "incomplete", **named}
     if isinstance(part, Reasoning):
         content = [{"type": "reasoning_text", "text": part.text}]
         return {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": content, "status": status}

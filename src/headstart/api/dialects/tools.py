@@ -8,8 +8,6 @@ from typing import Any
 from headstart.api.ask import Format, ToolChoice
 from headstart.errors import RequestError
 
-TOOLS = 1024  # described in one request
-
 
 def choice_of(choice: object, *, any_word: str = "required") -> ToolChoice:
     """Return what tool_choice says: a word, or an object that names a function. Raises RequestError."""

@@ -39,7 +39,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens (u32, little endian) and all else that has a part in their keys."""
+    """Tokens (u32, little endian), all else that has a part in their keys, and whether they may be kept."""
 
     tokens: bytes
     salt: str | None = None
@@ -48,6 +48,7 @@ class Prompt:
     retention: str = "default"
     tenant: str = ""
     session: str = ""
+    keep: bool = True
 
     @property
     def array(self) -> npt.NDArray[np.uint32]:

@@ -43,6 +43,7 @@ def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt 
         retention=_retention(said.get("retention")),
         tenant=_text(said.get("tenant")),
         session=_text(said.get("session")) or _text(request.session_id),
+        keep=said.get("keep") is not False,
     )
 
 

@@ -319,6 +319,8 @@ class Scheduler:
         if prompt is None:
             self._counters.add("uncacheable_requests", int(last))
             return False
+        if not prompt.keep:
+            return False
         one.stored = end
         self._saves.append(SaveOrder(one.request.request_id, prompt, self._cut(tables, first, end), first, last))
         return True

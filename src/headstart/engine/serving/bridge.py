@@ -97,6 +97,7 @@ class Bridge(ABC, Generic[K_contra]):
         session: str,
         keep_s: float,
         own_tokens: int,
+        memory_only: bool,
         states: Mapping[int, StateCopy] | None = None,
     ) -> Ticket | None:
         """Give the KV of `tokens` to the cache, and by n the state behind the first n tokens, written behind, and return the
@@ -121,6 +122,7 @@ class Bridge(ABC, Generic[K_contra]):
                 keep_s=keep_s,
                 states={n: copy.data for n, copy in states.items()} if states else None,
                 own_tokens=own_tokens,
+                memory_only=memory_only,
             )
             held = stack.pop_all()
 

@@ -71,6 +71,7 @@ class Endings(Generic[S]):
                 session=asked.session,
                 keep_s=asked.keep_s,
                 own_tokens=own_tokens,
+                memory_only=asked.memory_only,
                 states=states,
             )
             sequence.note_saving(whole)

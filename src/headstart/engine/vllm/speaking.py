@@ -70,7 +70,12 @@ def asked(request: GenerationRequest, *, model: str) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "priority": -request.priority,  # here higher goes first, there lower
         "kv_transfer_params": {
-            "headstart": {"retention": request.retention, "tenant": request.tenant, "session": request.session}
+            "headstart": {
+                "retention": request.retention,
+                "tenant": request.tenant,
+                "session": request.session,
+                "keep": request.use_cache and not request.memory_only,
+            }
         },
     }
     if sampling.seed is not None:

@@ -1,4 +1,4 @@
-"""How families of models write reasoning and tool calls: data for `transformers`' response templates, and for forced calls.
+"""How families of models write reasoning and tool calls: data for `transformers`' response templates, and for held calls.
 
 A field is a region of an answer from `open` to `close`; its kind is how its name begins: reasoning, text, calls, or mark, which
 says nothing. A field that never opens takes what no other has. A model that brings a response template of its own is read by
@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from headstart.errors import ConfigError
+from headstart.render.answers.calls import Inline
 
 Template = Mapping[str, Any]
 
-_FUNCTION = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_EACH = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 _THINK = {"open": "<think>", "close": "</think>"}
 _TEXT: dict[str, Any] = {}
 
@@ -34,23 +32,30 @@ _NAME = r"(?P<name>[\w.:/-]+)"
 @dataclass(frozen=True, slots=True)
 class Writing:
     """How calls are written whose arguments are JSON: `begin`, then each call `before` (with NAME in it), its arguments and
-    `after`, with `between` two, and `end` behind the last. `between` None: one call an answer."""
+    `after`, with `between` two, and `end` behind the last. `between` None: one call an answer.
+
+    `trigger`: the text in `begin` and `before` with which a call begins that nobody forced, and nothing else does; None where
+    there is no such text. `others`: what may stand for `before`, too."""
 
     before: str
     after: str = ""
     begin: str = ""
     between: str | None = None
     end: str = ""
+    trigger: str | None = None
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`fields`: a response template's. `think`: the marks of reasoning, which a prompt may have opened already. `marks`:
-    texts of a chat template that tell
-    the family, all of them. `writing`: where arguments are JSON."""
+    """`fields`: a response template's, of which regions are taken. `form`: what stands in those of calls: JSON with names in
+    it, arguments as JSON behind a mark that has the `name`, or arguments between marks; None: as the template says. `think`:
+    the marks of reasoning, which a prompt may have opened already. `marks`: texts of a chat template that tell the family, all
+    of them. `writing`: where arguments are JSON."""
 
     name: str
     fields: Template
+    form: Literal["json", "named"] | Inline | None = None
     marks: tuple[str, ...] = ()
     writing: Writing | None = None
     short_ids: bool = False
@@ -58,26 +63,14 @@ class Family:
     text_after: str | None = None  # the mark without which an answer has no text
 
 
-def _json_calls(open: str, close: str | None = None, *, each: bool = False) -> dict[str, Any]:
-    told = {"open": open, "content": "json", "repeats": True, "transform": _EACH if each else _FUNCTION}
-    return told | ({"transform_each": True} if each else {}) | ({"close": close} if close else {})
-
-
-def _named_calls(open: str, close: str | None = None, *, inline: str | None = None) -> dict[str, Any]:
-    told: dict[str, Any] = {"open_pattern": open, "content": "json", "repeats": True, "transform": _NAMED}
-    if close:
-        told["close_pattern"] = close
-    if inline:
-        told |= {
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": inline, "value_parser": {"name": "text", "args": {"strip": False}}},
-        }
-    return told
+def _calls(open: str, close: str | None = None) -> dict[str, Any]:
+    """Return the field of calls between two patterns; without `close` up to the answer's end."""
+    return {"open_pattern": open} | ({"close_pattern": close} if close else {})
 
 
 _HARMONY = r"(?:<\|start\|>assistant)?"
 _DSML = "｜DSML｜"
-_HERMES = Writing('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
+_HERMES = Writing('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n", trigger="<tool_call>")
 
 # In the order in which a template is asked: the more particular ones first.
 _FAMILIES = (
@@ -94,20 +87,21 @@ _FAMILIES = (
                 "open_pattern": _HARMONY + r"<\|channel\|>commentary\s*<\|message\|>",
                 "close": ["<|return|>", "<|end|>"],
             },
-            "calls": _named_calls(
+            "calls": _calls(
                 _HARMONY
                 + r"<\|channel\|>(?:commentary|analysis) to=functions\."
                 + _NAME
                 + r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
                 r"<\|call\|>|<\|end\|>",
             ),
-            "calls_before": _named_calls(
+            "calls_before": _calls(
                 r"<\|start\|>assistant to=functions\."
                 + _NAME
                 + r"<\|channel\|>commentary\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
                 r"<\|call\|>|<\|end\|>",
             ),
         },
+        form="named",
         marks=("<|channel|>", "<|message|>"),
         writing=Writing("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"),
         think=("<|channel|>analysis<|message|>", "<|end|>"),
@@ -118,19 +112,22 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?\s*"
                 r"<\|tool_call_argument_begin\|>",
                 r"<\|tool_call_end\|>",
             ),
             "mark": _mark("<|tool_calls_section_end|>"),
         },
+        form="named",
         marks=("<|tool_calls_section_begin|>",),
         writing=Writing(
             "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
             begin="<|tool_calls_section_begin|>",
             end="<|tool_calls_section_end|>",
+            trigger="<|tool_call_begin|>",
+            others=tuple(f"<|tool_call_begin|>functions.NAME:{i}<|tool_call_argument_begin|>" for i in range(1, 10)),
         ),
     ),
     Family(
@@ -138,13 +135,16 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 rf"(?:<{_DSML}(?:function_calls|tool_calls)>)?\s*<{_DSML}invoke name=\"(?P<name>[^\"]+)\">",
                 rf"</{_DSML}invoke>",
-                inline=rf"<{_DSML}parameter name=\"(?P<key>[^\"]+)\"[^>]*>(?P<value>.*?)</{_DSML}parameter>",
             ),
             "mark": _mark(f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>"),
         },
+        form=Inline(
+            rf"<{_DSML}parameter name=\"(?P<key>[^\"]+)\"(?:\s+string=\"(?:true|(?P<json>false))\")?[^>]*>",
+            f"</{_DSML}parameter>",
+        ),
         marks=(_DSML,),
     ),
     Family(
@@ -152,12 +152,13 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
                 r"\n?```<｜tool▁call▁end｜>",
             ),
             "mark": _mark("<｜tool▁calls▁end｜>"),
         },
+        form="named",
         marks=("<｜tool▁calls▁begin｜>", "```json"),
         writing=Writing(
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -165,6 +166,7 @@ _FAMILIES = (
             begin="<｜tool▁calls▁begin｜>",
             between="\n",
             end="<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁call▁begin｜>",
         ),
     ),
     Family(
@@ -172,12 +174,13 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?P<name>[^\n<]+)<｜tool▁sep｜>",
                 r"<｜tool▁call▁end｜>",
             ),
             "mark": _mark("<｜tool▁calls▁end｜>"),
         },
+        form="named",
         marks=("<｜tool▁calls▁begin｜>",),
         writing=Writing(
             "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
@@ -185,6 +188,7 @@ _FAMILIES = (
             begin="<｜tool▁calls▁begin｜>",
             between="",
             end="<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁call▁begin｜>",
         ),
     ),
     Family(
@@ -192,13 +196,13 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"(?:<minimax:tool_call>)?\s*<invoke name=\"(?P<name>[^\"]+)\">",
                 r"</invoke>",
-                inline=r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
             ),
             "mark": _mark("</minimax:tool_call>"),
         },
+        form=Inline(r"<parameter name=\"(?P<key>[^\"]+)\">", "</parameter>"),
         marks=("<minimax:tool_call>",),
     ),
     Family(
@@ -206,13 +210,13 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
                 r"</function>",
-                inline=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
             ),
             "mark": _mark("</tool_call>"),
         },
+        form=Inline(r"<parameter=(?P<key>[^>\n]+)>", "</parameter>", line=True),
         marks=("<tool_call>", "<function="),
     ),
     Family(
@@ -220,17 +224,18 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": _THINK,
-            "calls": _named_calls(
+            "calls": _calls(
                 r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?=<)",
                 r"</tool_call>",
-                inline=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
             ),
         },
+        form=Inline(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>", "</arg_value>"),
         marks=("<arg_key>",),
     ),
     Family(
         "hermes",  # Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4
-        {"text": _TEXT, "reasoning": _THINK, "calls": _json_calls("<tool_call>", "</tool_call>")},
+        {"text": _TEXT, "reasoning": _THINK, "calls": _calls("<tool_call>", "</tool_call>")},
+        form="json",
         marks=("<tool_call>",),
         writing=_HERMES,
     ),
@@ -239,13 +244,14 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": {"open": "[THINK]", "close": "[/THINK]"},
-            "calls": _named_calls(
-                r"\[TOOL_CALLS\]" + _NAME + r"(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "calls": _calls(
+                r"\[TOOL_CALLS\]" + _NAME + r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{))",
                 r"(?=\[TOOL_CALLS\])",
             ),
         },
+        form="named",
         marks=("[TOOL_CALLS]", "[ARGS]"),
-        writing=Writing("[TOOL_CALLS]NAME[ARGS]", between=""),
+        writing=Writing("[TOOL_CALLS]NAME[ARGS]", between="", trigger="[TOOL_CALLS]"),
         short_ids=True,
         think=("[THINK]", "[/THINK]"),
     ),
@@ -254,29 +260,32 @@ _FAMILIES = (
         {
             "text": _TEXT,
             "reasoning": {"open": "[THINK]", "close": "[/THINK]"},
-            "calls": _json_calls("[TOOL_CALLS]", each=True),
+            "calls": _calls(r"\[TOOL_CALLS\]"),
         },
+        form="json",
         marks=("[TOOL_CALLS]",),
-        writing=Writing('{"name": "NAME", "arguments": ', "}", begin="[TOOL_CALLS] [", between=", ", end="]"),
+        writing=Writing(
+            '{"name": "NAME", "arguments": ', "}", begin="[TOOL_CALLS] [", between=", ", end="]", trigger="[TOOL_CALLS]"
+        ),
         short_ids=True,
         think=("[THINK]", "[/THINK]"),
     ),
     Family(
         "granite",  # Granite 3, Phi-4 mini
-        {"text": _TEXT, "reasoning": _THINK, "calls": _json_calls("<|tool_call|>", "<|/tool_call|>", each=True)},
+        {"text": _TEXT, "reasoning": _THINK, "calls": _calls(r"<\|tool_call\|>", r"<\|/tool_call\|>")},
+        form="json",
         marks=("<|tool_call|>",),
-        writing=Writing('{"name": "NAME", "arguments": ', "}", begin="<|tool_call|>[", between=", ", end="]"),
+        writing=Writing(
+            '{"name": "NAME", "arguments": ', "}", begin="<|tool_call|>[", between=", ", end="]", trigger="<|tool_call|>"
+        ),
     ),
     Family(
         "llama3",
         {
             "text": _TEXT,
-            "calls": _named_calls(
-                r'(?:\A\s*|<\|python_tag\|>\s*|(?<=\});\s*)\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]+)"'
-                r'\s*,\s*"(?:parameters|arguments)"\s*:\s*',
-                r"\}\s*(?=\Z|;\s*\{)|\}\s*(?:<\|eom_id\|>|<\|eot_id\|>)",
-            ),
+            "calls": _calls(r"\A\s*(?=\{)|<\|python_tag\|>\s*(?=\{)", r"<\|eom_id\|>|<\|eot_id\|>"),
         },
+        form="json",
         marks=("<|eot_id|>", '"parameters"'),
         writing=Writing('{"name": "NAME", "parameters": ', "}"),
     ),
@@ -288,7 +297,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 # What any model can be held to when it must call and has no writing of its own with JSON in it.
 PLAIN = Family(
     "plain",
-    {"text": _TEXT, "calls": {"open_pattern": r"\A\s*(?=\[)", "content": "json", "transform": _EACH, "transform_each": True}},
+    {"text": _TEXT, "calls": _calls(r"\A\s*(?=\[)")},
+    form="json",
     writing=Writing('{"name": "NAME", "arguments": ', "}", begin="[", between=", ", end="]"),
 )
 
@@ -300,7 +310,7 @@ def family_of(template: str, *, own: Template | None = None) -> Family | None:
     family = next((one for one in _FAMILIES if all(mark in template for mark in one.marks)), None)
     if own is None or not isinstance(own.get("fields"), Mapping):
         return family
-    return replace(family or Family("own", {}), name="own", fields=own["fields"])
+    return replace(family or Family("own", {}), name="own", fields=own["fields"], form=None)
 
 
 def family_named(name: str) -> Family | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from headstart.block.layout import layout_of
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.metrics import Counters
+from headstart.policy.retention import Retention
 from headstart.tier.base import (
     DEFAULT_TERMS,
     ExtentId,
@@ -59,8 +60,9 @@ class DeviceTier:
     name = DiskTier.name
     trusted = False
 
-    def __init__(self, members: Members, counters: Counters, *, look_s: float) -> None:
+    def __init__(self, members: Members, counters: Counters, *, look_s: float, retention: Retention | None = None) -> None:
         self._members = members
+        self._retention = retention
         self._counters = counters
         self._asking = Asking(members, counters)
         self._writing = Writing(self._asking, counters)
@@ -84,19 +86,24 @@ class DeviceTier:
         clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
         patient: bool = False,
+        retention: Retention | None = None,
     ) -> DeviceTier:
         """Open directories as one tier, and those that were added to them by command. `open_directory` opens one with a
         capacity; `capacities` says how large each may be, given the file systems of all. Raises StoreError, OSError or
         ValueError where not one can be had; where some cannot, `warnings` says so.
 
         `patient`: for a reason that may pass (a full disk, a read-only mount, another process in the way) nothing is raised,
-        and the tier has no device until one can be had."""
+        and the tier has no device until one can be had. `retention`: what the directories are opened with, for `limit`."""
         if not directories:
             raise ValueError("a tier of no directory was asked for; name at least one")
         counters = Counters()
         members = Members(directories, open_directory=open_directory, capacities=capacities, counters=counters, clock=clock)
         members.start(patient=patient)
-        return cls(members, counters, look_s=look_s)
+        return cls(members, counters, look_s=look_s, retention=retention)
+
+    def limit(self, quotas: Mapping[str, str]) -> None:
+        if self._retention is not None:
+            self._retention.limit(quotas)
 
     @property
     def warnings(self) -> list[str]:
