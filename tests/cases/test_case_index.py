@@ -130,7 +130,7 @@ C016  Sizes that disagree are a miss for that request, and for no other.
       llama ranges · test_bytes_of_other_tokens_and_damaged_ones_are_refused
 C017  A session that returns gets its own content, however much was evicted.
       s01 · test_returning_sessions_get_their_own_content
-      verified · test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
+      verified · test_twenty_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
 C018  What failed to be stored is not found.
       s08 · test_a_store_that_failed_is_not_visible
       pressure · test_a_failing_disk_is_never_an_exception_of_write_and_reading_goes_on
@@ -272,7 +272,7 @@ C072  A cap holds at every moment, for one big entry too, and counts everything.
       s04 · test_no_save_takes_a_tier_above_its_capacity
       s04 · test_a_prompt_larger_than_the_memory_tier_goes_to_disk_and_spares_what_is_in_memory
       bounds · test_whoever_dies_while_it_adds_at_the_cap_takes_no_byte_more_than_it
-      verified · test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
+      verified · test_twenty_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds
 C076  A disk that is slower than computing is not read any more, and tried again after a while.
       slow disk · test_a_disk_that_is_slower_than_computing_is_left_alone_and_tried_again_after_a_minute
       meeting · test_a_load_that_does_not_come_is_overtaken

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from api.serving import running_model
+from asking import eventually
 from headstart.cli.opening import open_model
 from headstart.config import load_config
 
@@ -56,7 +57,7 @@ def test_a_prefix_is_listed_pinned_checked_and_removed_while_the_server_runs(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert found[0]["tokens"] >= 192
-        assert cached_tokens() == 192
+        eventually(lambda: cached_tokens() == 192)  # a machine that is busy may find a lookup late, and computes
         command("pin", found[0]["key"], *here)
         assert command("verify", *here)["faults"] == []
         command("unpin", found[0]["key"], *here)

@@ -1,6 +1,6 @@
 """Answers as families of models write them are told apart into reasoning, text and calls, however they are cut on the way.
 
-The formats are those of the models' own chat templates and of what vLLM's and llama.cpp's tests record of their outputs, each
+The formats are those of the models' own chat templates and of what vLLM's tests record of their outputs, each
 with texts of our own: hermes (NousResearch/Hermes-2-Pro, Qwen/Qwen3, ibm-granite/granite-4), qwen-xml (Qwen/Qwen3-Coder),
 llama3 (meta-llama/Llama-3.1), mistral-list (mistralai/Mistral-7B-v0.3), mistral (mistralai/Mistral-Small-3.2), deepseek-v3,
 -v3.1 and -v3.2 (deepseek-ai), harmony (openai/gpt-oss), glm (zai-org/GLM-4.5), granite (ibm-granite/granite-3,

@@ -24,7 +24,10 @@ def test_each_of_40_turns_up_to_the_full_context_computes_what_it_adds_and_at_mo
                 text += some_tokens(draw.randrange(30, 120), len(text), WORDS)
                 answer = ask(engine, text, draw.randrange(1, 40), session="agent")
                 receipt = receipt_of(answer)
-                assert len(text) - receipt.cached_tokens <= len(text) - known + BLOCK_TOKENS
+                found = receipt.cached_tokens if receipt.decision is None else receipt.decision.matched_tokens
+                assert found >= known - BLOCK_TOKENS
+                if not receipt.notes:  # a busy machine may read slower than it computes, and says so
+                    assert receipt.cached_tokens == found
                 text += answer.tokens
                 known = len(text)
                 saved(engine)

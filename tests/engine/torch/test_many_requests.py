@@ -30,8 +30,8 @@ KINDS = {"plain": ("llama", SMALL), "recurrent": RECURRENT["qwen3.5, gated delta
 @pytest.mark.parametrize(
     ("acts", "kind", "with_cache"),
     [
-        (1500, "plain", True),
-        (500, "plain", False),
+        (800, "plain", True),
+        (300, "plain", False),
         pytest.param(10_000, "plain", True, marks=pytest.mark.soak),
         pytest.param(10_000, "plain", False, marks=pytest.mark.soak),
         pytest.param(3_000, "recurrent", True, marks=pytest.mark.soak),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +183,16 @@ def test_what_was_read_ahead_is_a_hit_once_its_request_runs(model: TorchModel, c
         assert engine.load().counters["cached_disk_tokens"] == 192
 
 
+def bring_what_comes(cache: HeldCache, first: int, answer: Answer) -> None:
+    """Bring every load from number `first` on, until the answer has ended."""
+    while answer.last is None:
+        for load in cache.loads[first:]:
+            first += 1
+            load.bring(*LAYERS)
+            load.end(192)
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("taken_back", [False, True])
 def test_who_gave_way_keeps_its_hit_whatever_is_read_ahead_for_it(
     model: TorchModel, cache: HeldCache, taken_back: bool
@@ -203,12 +215,12 @@ def test_who_gave_way_keeps_its_hit_whatever_is_read_ahead_for_it(
         engine._round()
         if taken_back:
             assert engine._preemption.take_back()
+        bringing = Thread(target=bring_what_comes, args=(cache, 2, answer))
+        bringing.start()  # a pass waits for what is read anew
         engine.abort("busy")
         engine._round()
-        for load in cache.loads[2:]:
-            load.bring(*LAYERS)
-            load.end(192)
         finish(engine, busy, answer)
+        bringing.join()
         assert answer.result().receipt.cached_disk_tokens == 192  # type: ignore[union-attr]
         assert engine.load().counters["cached_disk_tokens"] == 192
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from disk_kit import Clock
+from hypothesis import settings
 
 from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.machines import TierMachine
@@ -34,3 +35,4 @@ class HolelessMachine(DiskMachine):
 
 TestDiskMachine = DiskMachine.TestCase
 TestHolelessMachine = HolelessMachine.TestCase
+TestDiskMachine.settings = TestHolelessMachine.settings = settings(max_examples=settings().max_examples * 3 // 5)

@@ -100,8 +100,8 @@ def load_and_save(root: Path, *, loads: int) -> int:
     return sum(report["pieces"] for report in told)
 
 
-def test_a_hundred_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds(tmp_path: Path) -> None:
-    assert load_and_save(tmp_path / "kv", loads=2_300) >= 100_000
+def test_twenty_thousand_loaded_pieces_over_a_quarter_of_the_data_are_right_and_the_cap_holds(tmp_path: Path) -> None:
+    assert load_and_save(tmp_path / "kv", loads=500) >= 20_000
 
 
 @pytest.mark.soak
