@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
-import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import click
-import httpx
-import uvicorn
 
-from headstart.api.access import HostCheck, is_loopback
-from headstart.api.recorder import Recorder, RecordFile
 from headstart.errors import AddressInUse, ConfigError
-
-DRAIN_S = 10
 
 
 @click.command()
@@ -36,6 +26,10 @@ DRAIN_S = 10
 def record(to: str, file: Path, text: bool, host: str, port: int, allow_remote: bool) -> int:
     """Pass requests to the server at URL, and keep of each what `headstart lint` needs: names of blocks and pieces, times, what
     the server counted. Keys and other headers are never kept. Point a client's base URL here; stop with Ctrl-C."""
+    from headstart.api.access import is_loopback
+    from headstart.api.recorder import RecordFile
+    from headstart.cli.recording import serve
+
     told = urlsplit(to)
     if told.scheme not in ("http", "https") or not told.hostname or told.query:
         raise click.UsageError(f"--to is {to!r}; give the server's address, such as https://api.openai.com")
@@ -45,41 +39,9 @@ def record(to: str, file: Path, text: bool, host: str, port: int, allow_remote: 
     keeping = RecordFile(file, text=text)
     try:
         with _bound(host, port) as listener:
-            return asyncio.run(_serve(to, listener, host, keeping))
+            return serve(to, listener, host, keeping)
     finally:
         keeping.close()
-
-
-async def _serve(to: str, listener: socket.socket, host: str, keeping: RecordFile) -> int:
-    recorder = Recorder(httpx.URL(to), keeping)
-    config = uvicorn.Config(
-        HostCheck(recorder, host=host),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=DRAIN_S,
-    )
-    shown, port = (f"[{host}]" if ":" in host else host), listener.getsockname()[1]
-    click.echo(f"recording on http://{shown}:{port} into {keeping.path}; then: headstart lint {keeping.path}", err=True)
-    try:
-        await _Server(config).serve(sockets=[listener])
-    finally:
-        await recorder.close()
-        click.echo(f"{recorder.kept:,} requests kept", err=True)
-    return 0
-
-
-class _Server(uvicorn.Server):
-    """One that a signal ends and nothing more: what is still to be kept is kept."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        yield
 
 
 def _bound(host: str, port: int) -> socket.socket:
