@@ -59,6 +59,8 @@ class Server:
             if response.status_code != 200:
                 raise AssertionError(response.read().decode())
             for event in _events(response):
+                if "choices" not in event:
+                    raise AssertionError(f"vLLM ends the stream with {event}; its log is {self.log}")
                 choice = event["choices"][0]
                 if choice.get("token_ids"):
                     first = first or time.perf_counter()
