@@ -17,7 +17,7 @@ import numpy as np
 
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
-from headstart.errors import ExtentCorrupt, HeadstartError, StoreError, TierUnavailable
+from headstart.errors import HeadstartError, StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import (
@@ -42,18 +42,15 @@ from headstart.tier.disk.directory import Directory, unavailable
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.doubles import JOINED
 from headstart.tier.disk.follow import Others
+from headstart.tier.disk.new_record import UNPLACED, record_of, require_short
 from headstart.tier.disk.only_read import open_to_read
 from headstart.tier.disk.pause import FULL, ONLY_READABLE
 from headstart.tier.disk.reading import Reading
 from headstart.tier.disk.records import (
-    BOUNDARY_STATE,
     PREFIX_BYTES,
     USES,
-    ExtentAdded,
-    ExtentName,
     Record,
     SegmentName,
-    plausible_ms,
 )
 from headstart.tier.disk.recovery import recover
 from headstart.tier.disk.removal import QUARANTINE
@@ -69,7 +66,6 @@ _SCAN_ROWS = 2048  # some milliseconds
 FOLLOW_S = 1.0  # how long a lease waits for its look at what other processes did
 CHANGE_FOLLOW_S = 5.0  # and a change: where the disk is slow, too, something must get stored
 ELSEWHERE = (JOINED, MOVED)  # why extents went whose blocks are still there
-_UNPLACED = ExtentName(SegmentName(b"", 0), 0)
 
 
 class DiskTier:
@@ -157,7 +153,7 @@ class DiskTier:
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes: an extent never spans segments."""
         capacity = segment_capacity(representation, capacity_bytes=self._store.capacity_bytes)
-        header = SegmentHeader(_UNPLACED.segment, capacity, 0, representation.encode(), representation.digest)
+        header = SegmentHeader(UNPLACED.segment, capacity, 0, representation.encode(), representation.digest)
         return capacity - header.header_bytes
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
@@ -199,31 +195,14 @@ class DiskTier:
 
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
-        _require_short(terms.retention)
+        require_short(terms.retention)
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
             return WriteOutcome(stored=False, reason="too-large")
-        layout = header.layout(representation)
-        if image.nbytes != layout.extent_bytes:
-            raise ExtentCorrupt(
-                f"an image of {image.nbytes} bytes was given for an extent of {layout.extent_bytes}", reason="truncated"
-            )
         if self._clock() >= self._look_due:
             self.refresh()
-        prefixes = b"".join(key[:PREFIX_BYTES] for key in header.keys)
-        added = ExtentAdded(
-            _UNPLACED,
-            image.nbytes,
-            layout.header_bytes,
-            self._store.steady_ms(plausible_ms(header.created_ms)),
-            0,
-            terms.retention,
-            header.parent[:PREFIX_BYTES],
-            prefixes,
-            BOUNDARY_STATE if header.state_bytes else 0,
-            tenant=terms.tenant,
-        )
+        added = record_of(image, header, representation, terms, steady_ms=self._store.steady_ms)
         outcome = self._store.add(image, representation, added, keys=header.keys)
         if outcome.stored:
             self.keep(self.locate(representation.digest, header.keys).ids(), terms)
@@ -285,7 +264,7 @@ class DiskTier:
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
         self._require_open()
-        _require_short(terms.retention)
+        require_short(terms.retention)
         if not self._store.only_read:
             self._store.promises.keep(extents, terms)
 
@@ -314,7 +293,7 @@ class DiskTier:
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
-        _require_short(reason)
+        require_short(reason)
         self.refresh()  # what another process removed meanwhile is gone, and what it pinned stays
         if reason != QUARANTINE:
             extents = self._store.promises.unpinned(extents)
@@ -455,8 +434,3 @@ def gone_of(
 
 def _prefixes(joined: bytes) -> Iterator[bytes]:
     return (joined[at : at + PREFIX_BYTES] for at in range(0, len(joined), PREFIX_BYTES))
-
-
-def _require_short(word: str) -> None:
-    if len(word.encode()) > 255:
-        raise ValueError(f"a reason or retention class has at most 255 bytes, not {len(word.encode())}")

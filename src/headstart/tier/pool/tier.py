@@ -19,7 +19,7 @@ import numpy as np
 
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
-from headstart.errors import ExtentCorrupt, StoreError, TierUnavailable
+from headstart.errors import StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import (
@@ -38,8 +38,8 @@ from headstart.tier.base import (
 )
 from headstart.tier.disk.directory import POOL, Directory, unavailable
 from headstart.tier.disk.door import Disk, RealDisk
+from headstart.tier.disk.new_record import UNPLACED, record_of, require_short
 from headstart.tier.disk.pause import ONLY_READABLE
-from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, ExtentAdded, ExtentName, SegmentName, plausible_ms
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader
 from headstart.tier.disk.tier import DAY_MS, ELSEWHERE, MIN_CAPACITY_BYTES, gone_of
@@ -57,7 +57,6 @@ T = TypeVar("T")
 _SLOWEST_BYTES_S = 4 << 20  # a mount that writes slower than that hangs
 _SCAN_ROWS = 2048
 _TURN_S = 0.3  # how long following waits for a write
-_UNPLACED = ExtentName(SegmentName(b"", 0), 0)
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +163,7 @@ class PoolTier:
         """Return the largest image that `write` takes: an extent never spans segments."""
         capacity = pool_segment_capacity(representation, capacity_bytes=self._store.capacity_bytes)
         return (
-            capacity
-            - SegmentHeader(_UNPLACED.segment, capacity, 0, representation.encode(), representation.digest).header_bytes
+            capacity - SegmentHeader(UNPLACED.segment, capacity, 0, representation.encode(), representation.digest).header_bytes
         )
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
@@ -206,28 +204,13 @@ class PoolTier:
 
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
+        require_short(terms.retention)
         store = self._store
         header = decode_header(image, representation)
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
             return WriteOutcome(stored=False, reason="too-large")
-        layout = header.layout(representation)
-        if image.nbytes != layout.extent_bytes:
-            raise ExtentCorrupt(
-                f"an image of {image.nbytes} bytes was given for an extent of {layout.extent_bytes}", reason="truncated"
-            )
-        added = ExtentAdded(
-            _UNPLACED,
-            image.nbytes,
-            layout.header_bytes,
-            store.steady_ms(plausible_ms(header.created_ms)),
-            0,
-            terms.retention,
-            header.parent[:PREFIX_BYTES],
-            b"".join(key[:PREFIX_BYTES] for key in header.keys),
-            BOUNDARY_STATE if header.state_bytes else 0,
-            tenant=terms.tenant,
-        )
+        added = record_of(image, header, representation, terms, steady_ms=store.steady_ms)
         if self._changes.stuck:
             return store.refused("stopped")
         attempt = Attempt()
@@ -254,6 +237,7 @@ class PoolTier:
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
         self._require_open()
+        require_short(terms.retention)
         if not self._store.read_only:
             self._store.promises.keep(extents, terms)
 
@@ -266,6 +250,7 @@ class PoolTier:
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
+        require_short(reason)
         return self._ask(lambda: self._delete(extents, reason), late="delete_timed_out")
 
     def removed(self, representation: bytes, keys: Sequence[bytes], *, before_ms: int) -> list[Gone | None]:
