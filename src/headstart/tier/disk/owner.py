@@ -11,6 +11,8 @@ from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.disk.books import Books
 from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.door import Disk
+from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
 from headstart.tier.disk.records import Record
 
@@ -18,7 +20,9 @@ from headstart.tier.disk.records import Record
 class Owner(Protocol):
     """`lock` guards `books`; `holes`: whether space comes back extent by extent, or with whole files only."""
 
+    disk: Disk
     directory: Directory
+    files: SegmentFiles
     books: Books
     lock: Lock
     counters: Counters

@@ -22,6 +22,7 @@ from headstart.tier.disk.records import ExtentName, removed_records
 from headstart.tier.disk.table import CONDEMNED, Segment
 
 if TYPE_CHECKING:
+    from headstart.tier.disk.owner import Owner
     from headstart.tier.disk.store import Store
 
 QUARANTINE = "corrupt"
@@ -220,18 +221,19 @@ def _punch(store: Store, handle: Handle, offset: int, nbytes: int) -> None:
         store.counters.add("punch_failed")
 
 
-def unlink(store: Store, segment: Segment) -> None:
-    """Remove a segment's file; what is still alive in it is forgotten."""
+def unlink(store: Owner, segment: Segment) -> bool:
+    """Remove a segment's file; what is still alive in it is forgotten. Return whether the file is gone."""
     try:
         store.disk.unlink(store.directory.segment_path(segment.name))
     except FileNotFoundError:
         pass
     except OSError:
         store.counters.add("unlink_failed")
-        return
+        return False
     with store.lock:
         store.books.forget_segment(segment)
     store.files.discard(segment)
+    return True
 
 
 def measure_stale(store: Store) -> None:

@@ -26,6 +26,7 @@ from headstart.tier.base import ExtentId
 from headstart.tier.disk.carrying import MOVED
 from headstart.tier.disk.evicting import Weighed, not_continued, weigh
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record, SegmentName, SegmentSealed
+from headstart.tier.disk.removal import unlink
 from headstart.tier.disk.scrub import require_same
 from headstart.tier.disk.table import Segment
 from headstart.tier.pool.room import reserved
@@ -252,17 +253,8 @@ class Collector:
         if due and not self._elected():
             return  # it took long since this process last looked
         for segment in due:
-            try:
-                store.disk.unlink(store.directory.segment_path(segment.name))
-            except FileNotFoundError:
-                pass
-            except OSError:
-                store.counters.add("unlink_failed")
-                continue
-            with store.lock:
-                store.books.forget_segment(segment)
-            store.files.discard(segment)
-            store.counters.add("segments_collected")
+            if unlink(store, segment):
+                store.counters.add("segments_collected")
 
     # What dead writers left.
 
