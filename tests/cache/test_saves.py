@@ -93,8 +93,9 @@ def test_whoever_saves_into_a_full_queue_waits_for_no_hash(monkeypatch: pytest.M
     )
     tier = FaultyTier(MemoryTier(8 << 20), Fault("write", "stall", times=1))
     with cache_of(tier, save_queue_bytes=1) as cache:
-        tickets = [cache.save(prompt(640, seed=seed).tokens, prompt(640, seed=seed)) for seed in range(2)]
-        assert tier.stalled.wait(TIMEOUT_S)
+        tickets = [cache.save(prompt(640).tokens, prompt(640))]
+        assert tier.stalled.wait(TIMEOUT_S)  # under way, so that the next one waits and the others find the queue full
+        tickets.append(cache.save(prompt(640, seed=1).tokens, prompt(640, seed=1)))
         refused = [cache.save(prompt(640, seed=seed).tokens, prompt(640, seed=seed)) for seed in range(2, 80)]
         assert {ticket.wait(0.0).reason for ticket in refused} == {"queue-full"}
         assert set(hashing) == {"save"}
