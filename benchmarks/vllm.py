@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from benchmarks.harness import benchmark_home, where_it_ran
 from benchmarks.vllm_server import ROOT, Answer, connector, group_cpu_s, serving
 from headstart.tier import page_cache
@@ -103,6 +105,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
     contenders = [(name, one) for name, one in CONTENDERS.items() if one.python.exists()]
     missing = [name for name, one in CONTENDERS.items() if not one.python.exists()]
     found: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name, _ in contenders}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="bench-vllm-", dir=benchmark_home()) as name:
         home = Path(name)
         where = where_it_ran(home)
@@ -110,17 +113,34 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
             prompts = [[dice.randrange(200, 40_000) for _ in range(STORED + SUFFIX)] for _ in range(count)]
             tokens: dict[str, list[Answer]] = {}
             for label, one in contenders if number % 2 == 0 else reversed(contenders):
-                tokens[label] = _measure(one, found[label], prompts, home / f"{number}-{label.split()[0]}", plain=label == NONE)
-                print(number, label, {what: values[-count:] for what, values in found[label].items()}, flush=True)
-            for label, _ in contenders:
+                if label in failed:
+                    continue
+                try:
+                    tokens[label] = _measure(
+                        one, found[label], prompts, home / f"{number}-{label.split()[0]}", plain=label == NONE
+                    )
+                except (AssertionError, httpx.HTTPError) as error:  # of the server: one that fails ends only its own row
+                    if label in (NONE, "headstart"):
+                        raise
+                    failed[label] = str(error)[:300]
+                print(
+                    number,
+                    label,
+                    failed.get(label) or {what: values[-count:] for what, values in found[label].items()},
+                    flush=True,
+                )
+            for label in tokens:
                 found[label]["same"].append(_same(tokens[NONE] * 2, tokens[label]))
-    connectors = {label: {what: list(values) for what, values in one.items()} for label, one in found.items()}
+    connectors = {
+        label: {what: list(values) for what, values in one.items()} for label, one in found.items() if label not in failed
+    }
     return {
         "where": where,
         "prompts": rounds * count,
         "tokens": STORED + SUFFIX,
         "connectors": connectors,
         "missing": missing,
+        "failed": failed,
         "load_average": os.getloadavg()[2],
     }
 
@@ -178,6 +198,8 @@ def table(result: dict[str, Any]) -> str:
             f"{cpu / statistics.median(plain['cold_cpu_s']):.2f} | {_spread(one['hit_s'])} | {cold / hit:.1f} | "
             f"{statistics.median(one['bytes']) / 1e6:,.0f} MB | {'yes' if all(one['same']) else 'no'} |"
         )
+    for name, error in result["failed"].items():
+        rows += ["", f"{name} failed, so it was not measured: {' '.join(error.split())}"]
     if result["missing"]:
         rows += ["", f"Not there, so not measured: {', '.join(result['missing'])}."]
     return "\n".join(rows)
