@@ -26,6 +26,7 @@ from headstart.tier.disk.records import PREFIX_BYTES
 CAPACITY = 3 << 20
 WRITERS = 3
 KILLS_BETWEEN_LOOKS = 10
+BLOCKS_BETWEEN_LOOKS = 100
 WENT = {"capacity", "full", "expired", "quota", "user"}  # why something may be gone that was acknowledged
 CHILD = Path(__file__).with_name("killed_child.py")
 
@@ -91,23 +92,35 @@ def kill_writers(tmp_path: Path, *, kills: int, seed: int, life_s: float) -> Non
                 writers.fill()
                 writers.kill_one()
             writers.fill()
-            time.sleep(life_s * choice.random())  # so that some of them come to write much
+            deadline = time.monotonic() + 120
+            while sum(saved(lines_of(logs)).values()) < BLOCKS_BETWEEN_LOOKS:  # however long that takes here
+                assert time.monotonic() < deadline, "the writers store nothing"
+                time.sleep(0.02)
+            time.sleep(life_s * choice.random())
             writers.kill_all()
             told = look_at(root, logs)
             acknowledged, evicted = acknowledged + told[0], evicted + told[1]
-    assert acknowledged > 5 * kills, "the writers were killed before they did anything"
+    assert acknowledged >= kills // KILLS_BETWEEN_LOOKS * BLOCKS_BETWEEN_LOOKS
     assert evicted > 0, "the directory was never full"
+
+
+def lines_of(logs: Path) -> list[list[str]]:
+    """Return what the writers said so far, whole lines."""
+    return [line.split() for log in sorted(logs.iterdir()) for line in log.read_text().split("\n")[:-1]]
+
+
+def saved(said: list[list[str]]) -> dict[int, int]:
+    """Return of each conversation how many of its blocks were told to be stored."""
+    return {int(words[1]): int(words[2]) for words in said if words[0] == "saved"}
 
 
 def look_at(root: Path, logs: Path) -> tuple[int, int]:
     """Open what they left, alone: every promise, then everything that is there, loaded. Returns how many blocks were told to be
     stored since the last look, and how many gave way, as far back as is remembered."""
-    said = [line.split() for log in sorted(logs.iterdir()) for line in log.read_text().splitlines()]
+    said = lines_of(logs)
     for log in logs.iterdir():
         log.unlink()
     assert [words for words in said if words[0] == "wrong"] == []
-    saved = {int(words[1]): int(words[2]) for words in said if words[0] == "saved"}
-
     # Read before the directory is opened: whoever opens it may begin a journal anew, with the latest removals only.
     gone = {prefix for reason, prefixes in second_reader.read_journals(root).removals if reason in WENT for prefix in prefixes}
     tier = DiskTier.open(root, capacity_bytes=CAPACITY)
@@ -115,7 +128,7 @@ def look_at(root: Path, logs: Path) -> tuple[int, int]:
         assert tier.check() == []
         assert charged(root) <= CAPACITY
         blocks = 0
-        for number, pieces in saved.items():
+        for number, pieces in saved(said).items():
             kv = conversation(number, pieces)
             extents = tier.locate(TINY.digest, kv.keys).extents
             for key, extent in zip(kv.keys, extents, strict=True):
