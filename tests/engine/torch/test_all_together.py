@@ -77,8 +77,8 @@ def adapted(model: TorchModel, place: Path) -> list[str | None]:
 @pytest.mark.parametrize(
     ("kind", "acts"),
     [
-        ("plain", 200),
-        ("recurrent", 50),
+        ("plain", 100),
+        ("recurrent", 25),
         pytest.param("plain", 10_000, marks=pytest.mark.soak),
         pytest.param("recurrent", 3_000, marks=pytest.mark.soak),
         *(pytest.param(kind, 3_000, marks=pytest.mark.soak) for kind in ("latent", "chunks", "shared KV")),

@@ -35,4 +35,4 @@ class HolelessMachine(DiskMachine):
 
 TestDiskMachine = DiskMachine.TestCase
 TestHolelessMachine = HolelessMachine.TestCase
-TestDiskMachine.settings = TestHolelessMachine.settings = settings(max_examples=settings().max_examples * 3 // 5)
+TestDiskMachine.settings = TestHolelessMachine.settings = settings(max_examples=settings().max_examples * 2 // 5)
