@@ -35,6 +35,7 @@ SizeOrShare = Annotated[str, Meta(extra={"size": ("%",)})]
 Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
+Bucket = Annotated[str, Meta(extra={"check": "bucket"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
 Aliases = Annotated[str, Meta(extra={"check": "aliases"})]
 Rules = Annotated[str, Meta(extra={"check": "rules"})]
@@ -78,6 +79,21 @@ class CacheConfig:
         float,
         Meta(ge=0, le=600, description="after how long every machine sees what one wrote: the attribute cache of the mounts"),
     ] = 1.0
+    object_store: Annotated[
+        Bucket,
+        Meta(
+            description="a bucket, or a prefix in one, that many machines share behind all other tiers, e.g. "
+            '"s3://bucket/prefix", gs://…, az://…; credentials are the service\'s environment variables; "" for none'
+        ),
+    ] = ""
+    object_capacity: Annotated[Size, Meta(description="of the object store, for all machines together")] = "100GiB"
+    object_read_only: Annotated[
+        bool, Meta(description="read what others store in the object store, and store nothing there")
+    ] = False
+    object_collects: Annotated[
+        Literal["elected", "yes", "no"],
+        Meta(description='whether this process removes what has to go: "elected" of all by a conditional put, "yes" or "no"'),
+    ] = "elected"
     kv_events: Annotated[
         Endpoint,
         Meta(description='where what is stored is told to routers, as vLLM does, e.g. "tcp://127.0.0.1:5557"; "" for nowhere'),
@@ -201,12 +217,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Names of engine, server and pool settings are clear without their section; else `cache` is kept, or --memory would
-        mislead."""
+        """Names of engine, server, pool and object store settings are clear without their section; else `cache` is kept, or
+        --memory would mislead."""
         if self.switches_off:
             return "--no-" + self.key.removesuffix(".enabled")
         name = self.key.removeprefix("engine.").removeprefix("server.")
-        name = name.removeprefix("cache.") if name.startswith("cache.pool") else name
+        name = name.removeprefix("cache.") if name.startswith(("cache.pool", "cache.object_")) else name
         return "--" + name.replace(".", "-").replace("_", "-")
 
     @property
@@ -385,6 +401,18 @@ def parse_endpoint(text: str) -> tuple[str, int | None]:
     return found[1].strip("[]"), int(found[2])
 
 
+def require_bucket(text: str) -> None:
+    """Raise ConfigError for what names no bucket, and for what holds a secret: it would stand in logs.
+
+    >>> require_bucket("s3://bucket/prefix")
+    """
+    found = re.fullmatch(r"([a-z0-9]+)://([^/\s]*)(/\S*)?", text)
+    if text and (found is None or found[1] not in _BUCKETS or not (found[2] or found[1] == "file")):
+        raise ConfigError('write "s3://bucket/prefix", or the same with gs, az or abfs', text=text)
+    if re.search(r"[?#]|:[^/]*@", text):
+        raise ConfigError("credentials belong into the service's environment variables, not into the address")
+
+
 def parse_words(text: str) -> list[str]:
     """Return the words of a command line. Raises ConfigError.
 
@@ -423,6 +451,7 @@ _UNITS = {"": 1, "b": 1} | {
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
 _LAST_PORT = 65_535
+_BUCKETS = {"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file"}
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
 
 
@@ -440,6 +469,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "words": parse_words,
     "aliases": parse_aliases,
     "rules": parse_rules,
+    "bucket": require_bucket,
     "endpoint": lambda text: text and parse_endpoint(text),
 }
 
@@ -544,9 +574,17 @@ def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
             check(converted)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(
-            f"configuration key {key!r} {where} cannot be {value!r}: {_told(error)} ({setting.help})", key=key, where=where
+            f"configuration key {key!r} {where} cannot be {_shown(setting, value)}: {_told(error)} ({setting.help})",
+            key=key,
+            where=where,
         ) from error
     return _expanded(converted)
+
+
+def _shown(setting: Setting, value: object) -> str:
+    """Return a value for an error, but for one that may hold a password."""
+    hides = _extra(setting.type, "check") == "bucket" and bool({"@", "?"} & set(str(value)))
+    return "what was given" if hides else repr(value)
 
 
 def _paths(value: object, *, strict: bool) -> Path | tuple[Path, ...]:

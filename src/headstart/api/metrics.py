@@ -38,6 +38,7 @@ _KINDS = {
     "join_failed": "reason",
     "preempted": "reason",
     "load_decisions": "choice",
+    "object_requests": "call",
     "save_budget_dropped_tokens": "tier",
     "tier_failed": "call",
 }

@@ -16,7 +16,7 @@ from headstart.metrics import Counters
 from headstart.policy.admission import Admission
 
 _SAID_S = 3600.0  # how often it is said that it runs short
-_NOT_OURS = {"pool"}  # tiers whose devices are not this machine's to spare
+_NOT_OURS = {"pool", "object"}  # tiers whose devices are not this machine's to spare
 _log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,7 @@ from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import MATCH_TIMEOUT_S, PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
-from headstart.errors import StoreError
+from headstart.errors import HeadstartError, StoreError
 from headstart.events import Publisher
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
@@ -21,6 +21,7 @@ from headstart.tier.devices.rooms import room_of, rooms_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.lookup_thread import Late, ask_apart
 from headstart.tier.memory import MemoryTier
+from headstart.tier.object import ObjectTier
 from headstart.tier.pool import PoolTier, Timing
 
 _POOL_PATIENCE_S = 15.0  # for a mount to answer at all
@@ -72,6 +73,11 @@ def open_caches(
             tiers.append(_open_pool(config, config.pool))
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no pool until a restart, so prefixes are not shared: {error}")
+    if config.enabled and config.object_store:
+        try:
+            tiers.append(_open_object_store(config))
+        except (HeadstartError, OSError, ValueError) as error:
+            warnings.append(f"no object store until a restart, so prefixes are not shared there: {error}")
     publisher = None
     if config.enabled and config.kv_events and tiers:
         try:
@@ -156,6 +162,27 @@ def _open_pool(config: CacheConfig, path: Path) -> PoolTier:
     found = tier.statistics()
     _log.info(
         "pool: %s at %s, now %s of %d prefixes' runs", _size(capacity_bytes), path, _size(found.live_bytes), found.extents
+    )
+    return tier
+
+
+def _open_object_store(config: CacheConfig) -> ObjectTier:
+    """Return the tier in a bucket. Raises HeadstartError, OSError, ValueError where it cannot be had."""
+    capacity_bytes = parse_size(config.object_capacity)
+    tier = ObjectTier.open_bucket(
+        config.object_store,
+        capacity_bytes=capacity_bytes,
+        read_only=config.object_read_only,
+        collects={"yes": True, "no": False}.get(config.object_collects),
+        retention=Retention.of(config.retention, config.quotas),
+    )
+    found = tier.statistics()
+    _log.info(
+        "object store: %s at %s, now %s of %d prefixes' runs",
+        _size(capacity_bytes),
+        tier.path,
+        _size(found.live_bytes),
+        found.extents,
     )
     return tier
 

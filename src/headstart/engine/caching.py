@@ -58,6 +58,8 @@ def open_told(settings: CacheConfig, *, identity: Identity, representation: Repr
 def _place(tier: TierStatistics, *, writes: bool) -> str:
     if tier.name == "pool":
         return "in the pool"
+    if tier.name == "object":
+        return "in the object store"
     if tier.name != "disk":
         return f"in {tier.name}"
     if not writes:

@@ -1,7 +1,7 @@
 """A machine of its own: a process that has a pool open. Each line of its input is a verb with numbers; each is answered by
 one line.
 
-pool_child.py PATH CAPACITY_BYTES TIMING(JSON) [ahead_s]
+pool_child.py PATH|URL CAPACITY_BYTES TIMING(JSON) [ahead_s]
 """
 
 import itertools
@@ -16,11 +16,21 @@ from pool_kit import image, keys
 from headstart.errors import StoreError
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import ExtentId, ReadRange
+from headstart.tier.object import ObjectTier
 from headstart.tier.pool import PoolTier, Timing
 
-path, capacity_bytes, timing = Path(sys.argv[1]), int(sys.argv[2]), Timing(**json.loads(sys.argv[3]))
+path, capacity_bytes, timing = sys.argv[1], int(sys.argv[2]), Timing(**json.loads(sys.argv[3]))
 ahead_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
-tier = PoolTier.open(path, capacity_bytes=capacity_bytes, timing=timing, wall_clock=lambda: time.time() + ahead_s)
+
+
+def wall_clock() -> float:
+    return time.time() + ahead_s
+
+
+if "://" in path:
+    tier: PoolTier = ObjectTier.open_bucket(path, capacity_bytes=capacity_bytes, timing=timing, wall_clock=wall_clock)
+else:
+    tier = PoolTier.open(Path(path), capacity_bytes=capacity_bytes, timing=timing, wall_clock=wall_clock)
 numbers = itertools.count()
 
 
@@ -69,6 +79,8 @@ def live(seconds: int, seed: int, prompts: int) -> dict[str, int]:
 
 def answer(verb: str, rest: list[int]) -> object:
     match verb:
+        case "large":  # one that is put in parts, and takes some time
+            return tier.write(image(rest[0], rest[1]), TINY).reason
         case "save":
             outcomes = [tier.write(image(seed), TINY).reason for seed in rest]
             return f"{time.monotonic()} {' '.join(outcomes)}"
@@ -86,6 +98,9 @@ def answer(verb: str, rest: list[int]) -> object:
             problems = tier.check()
             print(*problems, sep="\n", file=sys.stderr, flush=True)
             return len(problems)
+        case "corrupt":  # what a cache does whose checks refused them
+            extents = [ExtentId(int(tier.locate(TINY.digest, keys(seed)).extents[0])) for seed in rest]
+            return tier.delete([extent for extent in extents if extent >= 0], reason="corrupt")
         case "close":
             tier.close()
             return "closed"

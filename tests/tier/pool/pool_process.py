@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -21,11 +21,20 @@ class Process:
     """`with Process(path, capacity_bytes=…) as one: one.ask("save 1 2")`. `before`: a command that the process is run under."""
 
     def __init__(
-        self, path: Path, *, capacity_bytes: int, ahead_s: float = 0.0, before: Sequence[str] = (), **timing: float
+        self,
+        path: Path | str,
+        *,
+        capacity_bytes: int,
+        ahead_s: float = 0.0,
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        **timing: float,
     ) -> None:
         child = Path(__file__).with_name("pool_child.py")
         command = [*before, sys.executable, str(child), str(path), str(capacity_bytes), json.dumps(timing), str(ahead_s)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = (
+            os.environ | (variables or {}) | {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "OMP_NUM_THREADS": "1"}
+        )
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )

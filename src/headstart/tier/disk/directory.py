@@ -28,6 +28,7 @@ FORMAT = "headstart"
 VERSION = 1
 FEATURES: frozenset[str] = frozenset()  # what a reader must know of to use the directory, beyond the version
 POOL = "pool"  # the feature of a directory that many machines share, by the rules of `tier.pool`
+OBJECTS = "objects"  # of a bucket, by the rules of `tier.object`
 MARKER = "headstart.json"
 DEVICES = "devices.json"  # which other directories are one tier with this one; `tier.devices` reads and writes it
 _SEGMENT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.seg")
@@ -268,6 +269,14 @@ class Directory:
                 tier="disk",
                 path=path,
                 found=sorted(found),
+                supported=sorted(self._features),
+            )
+        if not found and OBJECTS in self._features:
+            raise FormatMismatch(
+                f"{self.root} holds a cache directory of one machine and cannot become an object store; choose another prefix",
+                tier="object",
+                path=path,
+                found=[],
                 supported=sorted(self._features),
             )
         unknown = sorted(found - self._features)

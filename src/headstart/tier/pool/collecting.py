@@ -30,8 +30,8 @@ from headstart.tier.disk.removal import unlink
 from headstart.tier.disk.scrub import require_same
 from headstart.tier.disk.table import Segment
 from headstart.tier.pool.room import reserved
-from headstart.tier.pool.store import LIST_S, Attempt, PoolStore
-from headstart.tier.pool.terms import Terms
+from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.terms import Election
 
 CLOCKS_APART_MS = 15 * 60_000  # clocks may differ by so much: no promise is over before it is over by all of them
 _HEADROOM_SHARE = 16  # such a part of the capacity is kept free, for what is written within the grace
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Collector:
     """One of a pool; `step` and `make_room` do something only in the process that holds the newest term. Called in turn."""
 
-    def __init__(self, store: PoolStore, terms: Terms) -> None:
+    def __init__(self, store: PoolStore, terms: Election) -> None:
         self.holds = False
         self._store = store
         self._terms = terms
@@ -66,10 +66,11 @@ class Collector:
         self._expire()
         segment_bytes = self._largest_segment_bytes()
         # One for what is written anew, and with a grace more for what is written until space comes back.
-        headroom = segment_bytes + (max(store.capacity_bytes // _HEADROOM_SHARE, segment_bytes) if store.timing.grace_s else 0)
+        headroom = segment_bytes if store.empties else 0
+        headroom += max(store.capacity_bytes // _HEADROOM_SHARE, segment_bytes) if store.timing.grace_s else 0
         self._free(store.room.reserved_bytes() - self._on_their_way_bytes() + headroom - store.capacity_bytes)
         if store.clock() >= self._list_due:
-            self._list_due = store.clock() + min(LIST_S, max(store.timing.dead_s / 4, store.timing.collect_s))
+            self._list_due = store.clock() + min(store.timing.list_s, max(store.timing.dead_s / 4, store.timing.collect_s))
             self._tidy()
 
     def make_room(self, nbytes: int) -> bool:
@@ -97,7 +98,7 @@ class Collector:
         if self.holds and not held:
             self._dead_since.clear()
             self._unknown_since.clear()
-            log.info("pool %s: this process collects from now on", self._store.directory.root)
+            log.info("%s %s: this process collects from now on", self._store.tier, self._store.directory.root)
             self._store.counters.add("terms_begun")
         return self.holds
 

@@ -25,8 +25,6 @@ from headstart.tier.disk.table import Segment
 if TYPE_CHECKING:
     from headstart.tier.pool.store import PoolStore
 
-_TIER = "pool"
-
 
 @dataclass(slots=True)
 class _Held:
@@ -45,6 +43,7 @@ class PoolReading:
 
     def __init__(self, store: PoolStore) -> None:
         self._store = store
+        self._tier = store.tier
         self._held: dict[ExtentId, _Held] = {}
         self._lock = Lock()
         self._missing: dict[int, float] = {}  # segments by number: since when their file was not found
@@ -65,7 +64,7 @@ class PoolReading:
                 held = self._held.get(extent)
                 if held is None:
                     if store.books.row(extent) is not None:
-                        raise ValueError(f"pool tier: extent {extent} was released more often than leased")
+                        raise ValueError(f"{self._tier} tier: extent {extent} was released more often than leased")
                     continue
                 held.count -= 1
                 if not held.count:
@@ -134,14 +133,15 @@ class PoolReading:
         held = self._held.get(read.extent)
         if held is None:
             self._store.counters.add("read_failed_gone")
-            raise StoreError("the extent is not leased, or was removed", reason="gone", tier=_TIER, extent=read.extent)
+            raise StoreError("the extent is not leased, or was removed", reason="gone", tier=self._tier, extent=read.extent)
         self._require_time(held, read.extent)
         wanted = sum(buffer.nbytes for buffer in read.buffers)
         if read.offset < 0 or read.offset + wanted > held.nbytes:
             raise StoreError(
-                f"pool tier: bytes {read.offset} to {read.offset + wanted} of an extent of {held.nbytes} were asked for",
+                f"{self._tier} tier: bytes {read.offset} to {read.offset + wanted} of an extent of {held.nbytes} were "
+                "asked for",
                 reason="range",
-                tier=_TIER,
+                tier=self._tier,
                 extent=read.extent,
             )
         try:
@@ -185,8 +185,8 @@ class PoolReading:
     def _require_time(self, held: _Held, extent: ExtentId) -> None:
         if self._store.clock() > held.deadline:
             self._store.counters.add("lease_outlived")
-            raise StoreError("the lease was outlived", reason="lease", tier=_TIER, extent=extent)
+            raise StoreError("the lease was outlived", reason="lease", tier=self._tier, extent=extent)
 
     def _late(self, extent: ExtentId, error: StoreError) -> StoreError:
         self._store.counters.add("read_failed_late")
-        return StoreError(f"not all of the extent is there yet: {error.message}", reason="late", tier=_TIER, extent=extent)
+        return StoreError(f"not all of the extent is there yet: {error.message}", reason="late", tier=self._tier, extent=extent)

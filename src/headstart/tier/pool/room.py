@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _SILENT_BEATS = 12  # a writer that has said nothing for so long adds nothing either
 _MOST_SHARE = 8
-_JOURNAL_BYTES = 4096  # kept free for what journals still say
 
 
 class Room:
@@ -27,7 +26,7 @@ class Room:
     def __init__(self, store: PoolStore) -> None:
         self._store = store
         self._window_ends = float("-inf")
-        self._left = 0  # segments that may be begun until then
+        self._left_bytes = 0  # what may be begun until then, the last one whole
 
     def taken_bytes(self) -> int:
         """Return what all files take."""
@@ -37,13 +36,13 @@ class Room:
     def reserved_bytes(self) -> int:
         """Return what they take if every segment that is not sealed becomes full."""
         with self._store.lock:
-            return sum(map(reserved, self._segments())) + self._store.journals_bytes + _JOURNAL_BYTES
+            return sum(map(reserved, self._segments())) + self._store.journals_bytes + self._store.unsaid_bytes
 
     def may_open(self, segment_bytes: int, *, replacing: bool = False) -> bool:
-        """Whether a segment of that size may be begun now; another one is left for what is written anew (`replacing`). Where
-        others do so as well, what they do within the time that it takes to be seen must fit, too: each takes its share of
-        what is left in such a window, but one at least."""
-        needed = segment_bytes if replacing else 2 * segment_bytes
+        """Whether a segment of that size may be begun now; where files are emptied, another one is left for what is written
+        anew (`replacing`). Where others do so as well, what they do within the time that it takes to be seen must fit, too:
+        each takes its share of what is left in such a window, but one at least."""
+        needed = segment_bytes if replacing or not self._store.empties else 2 * segment_bytes
         if not self._fits(needed):
             self._forget_removed()
             if not self._fits(needed):
@@ -53,13 +52,13 @@ class Room:
         if replacing or not others:
             return True
         if now >= self._window_ends:
-            free = (store.capacity_bytes - self.reserved_bytes()) // segment_bytes
-            self._left = max(1, free // (2 * (1 + others)))
+            free_bytes = store.capacity_bytes - self.reserved_bytes()
+            self._left_bytes = max(segment_bytes, free_bytes // (2 * (1 + others)) // segment_bytes * segment_bytes)
             self._window_ends = now + 2 * store.timing.visible_s
-        return self._left > 0
+        return self._left_bytes > 0
 
-    def opened(self) -> None:
-        self._left -= 1
+    def opened(self, segment_bytes: int) -> None:
+        self._left_bytes -= segment_bytes
 
     def _fits(self, nbytes: int) -> bool:
         return self.reserved_bytes() + nbytes <= self._store.capacity_bytes

@@ -54,8 +54,6 @@ from headstart.tier.pool.timing import Timing
 
 RENEW_BYTES = 1 << 20  # a journal that grew by this much, more than half of it dead, starts anew
 TOUCH_INTERVAL_S = 5.0
-VERIFY_INTERVAL_S = 60.0
-LIST_S = 30.0
 _USES_A_RECORD = 4096
 _TURN_S = 10.0
 _LOOKS = 8  # at journals that are renewed meanwhile
@@ -71,7 +69,11 @@ class Attempt:
 
 class PoolStore:
     """`lock` guards `books` and is never held across I/O; what changes something takes a turn. `followed_at`: up to then all
-    journals were read, by `clock`."""
+    journals were read, by `clock`. `tier`: the name of what it is the store of. `empties`: segments hold several extents, so
+    what is worth keeping in one that goes is written anew."""
+
+    tier = "pool"
+    empties = True
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class PoolStore:
         self.holes = False
         self.lock = Lock()
         self.books = Books(retention=retention)
-        self.files = SegmentFiles(disk, directory, mode="read" if read_only else "write")
+        self.files = self._files_of(disk, directory)
         self.writers = Writers(disk, directory, clock=clock, counters=counters)
         self.room = Room(self)
         self.pauses = Pause(directory.root, clock)
@@ -113,10 +115,13 @@ class PoolStore:
         self._journal: Journal | None = None
         self._said_at = 0.0
         self._flush_due = clock() + TOUCH_INTERVAL_S
-        self._verify_due = clock() + VERIFY_INTERVAL_S
-        self._list_due = clock() + LIST_S
+        self._verify_due = clock() + timing.verify_s
+        self._list_due = clock() + timing.list_s
         self._renew_at = 0
         self.promises = Promises(self)
+
+    def _files_of(self, disk: Disk, directory: Directory) -> SegmentFiles:
+        return SegmentFiles(disk, directory, mode="read" if self.read_only else "write")
 
     def load(self) -> None:
         """Read what all writers said. Raises OSError."""
@@ -284,17 +289,21 @@ class PoolStore:
             self.append([Touched(())])
         with self.lock:
             self.books.forget_long_gone()
-            due = self.journal.size >= self._renew_at and self.books.snapshot_bytes() * 2 < self.journal.size
+            due = self._has_grown()
         if self.clock() >= self._verify_due:
-            self._verify_due = self.clock() + VERIFY_INTERVAL_S
+            self._verify_due = self.clock() + self.timing.verify_s
             if not self.journal.lost and not self.journal.reads_back():
                 self.counters.add("journal_damaged")  # others could not follow it beyond that
                 due = True
         if due:
             self.renew()
         if self.clock() >= self._list_due:
-            self._list_due = self.clock() + LIST_S
+            self._list_due = self.clock() + self.timing.list_s
             self.forget_missing()
+
+    def _has_grown(self) -> bool:
+        """Whether the own journal is worth beginning anew. The lock is held."""
+        return self.journal.size >= self._renew_at and self.books.snapshot_bytes() * 2 < self.journal.size
 
     def flush(self) -> None:
         """Journal what waits for it. In turn. Raises OSError."""
@@ -389,6 +398,11 @@ class PoolStore:
         return self.room.taken_bytes()
 
     @property
+    def unsaid_bytes(self) -> int:
+        """What is kept free for what journals still say."""
+        return 4096
+
+    @property
     def journals_bytes(self) -> int:
         return self.writers.journals_bytes + (0 if self._journal is None else self._journal.size)
 
@@ -425,9 +439,11 @@ class PoolStore:
         if not self.journal.lost:
             return
         if not self.is_there():
-            raise OSError(errno.ENODEV, "the pool is not mounted", self._root)
+            raise OSError(errno.ENODEV, f"the {self.tier} is not there", self._root)
         log.warning(
-            "pool %s: this writer was taken for dead, or its journal was removed; it goes on as another one", self._root
+            "%s %s: this writer was taken for dead, or its journal was removed; it goes on as another one",
+            self.tier,
+            self._root,
         )
         self.counters.add("registered_again")
         self.register()
@@ -472,7 +488,7 @@ class PoolStore:
             raise
         with self.lock:
             self.books.apply(records, own=True)
-        self.room.opened()
+        self.room.opened(capacity_bytes)
         self.appending[representation.digest, replacing] = segment
         return segment
 
@@ -502,7 +518,7 @@ class PoolStore:
 
     def _stop(self, error: OSError | StoreError) -> WriteOutcome:
         """Store nothing for a while: the file system refuses."""
-        log.info("pool %s: %s", self._root, error)
+        log.info("%s %s: %s", self.tier, self._root, error)
         number = error.errno if isinstance(error, OSError) else None
         self.pauses.begin(told(error) if isinstance(error, OSError) else error.message)
         self.counters.add(f"write_failed_{errno.errorcode.get(number or 0, 'other').lower()}")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from headstart.errors import StoreError
 from headstart.tier.disk.directory import Directory
@@ -31,6 +32,18 @@ _KEPT = 4  # terms before the newest: who is slow still finds that there is a ne
 class Term:
     number: int
     writer: bytes | None  # b"": nobody holds it; None: who does cannot be read, or not yet
+
+
+class Election(Protocol):
+    """Who collects. Everything raises OSError."""
+
+    def prepare(self) -> None: ...
+
+    def hold(self, writer: bytes) -> bool:
+        """Whether `writer` is who collects now."""
+        ...
+
+    def resign(self, writer: bytes) -> None: ...
 
 
 class Terms:
@@ -93,13 +106,13 @@ class Terms:
     def _begin(self, number: int, writer: bytes) -> bool:
         try:
             handle = self._disk.open(self._path(number), "create")
+            try:
+                self._disk.write(handle, json.dumps({"writer": writer.hex()}).encode(), 0)
+                self._disk.sync(handle)
+            finally:
+                self._disk.close(handle)
         except FileExistsError:
             return False  # somebody else was first
-        try:
-            self._disk.write(handle, json.dumps({"writer": writer.hex()}).encode(), 0)
-            self._disk.sync(handle)
-        finally:
-            self._disk.close(handle)
         self._disk.sync_directory(self._folder)
         self.newest, self._seen_at = Term(number, writer), self._clock()
         for entry in self._disk.entries(self._folder):

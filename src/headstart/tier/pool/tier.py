@@ -50,6 +50,7 @@ from headstart.tier.pool.reading import PoolReading
 from headstart.tier.pool.room import pool_segment_capacity
 from headstart.tier.pool.shared_disk import SharedDisk
 from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.terms import Election
 from headstart.tier.pool.terms import Terms as CollectorTerms
 from headstart.tier.pool.timing import Timing
 
@@ -66,12 +67,15 @@ class PoolTier:
 
     name = "pool"
     trusted = False
+    # What it is called, and what to do where it is not there or silent: told in messages.
+    _called, _medium = "pool", "file system"
+    _to_make, _to_mend = "mount its file system, or make the directory", "look after its mount"
 
-    def __init__(self, store: PoolStore, terms: CollectorTerms) -> None:
+    def __init__(self, store: PoolStore, terms: Election, collector: Collector) -> None:
         self.path = store.directory.root
         self._store = store
         self._terms = terms
-        self._collector = Collector(store, terms)
+        self._collector = collector
         self._counters = store.counters
         self._reading = PoolReading(store)
         self._changes = LookupThread(f"{self.name}-changes")
@@ -115,19 +119,26 @@ class PoolTier:
             read_only=read_only,
         )
         terms = CollectorTerms(shared, directory, silent_s=store.writers.silent_s, term_s=timing.term_s, clock=clock)
-        tier = cls(store, terms)
+        tier = cls(store, terms, Collector(store, terms))
+        tier._begin(background=background)
+        return tier
+
+    def _begin(self, *, background: bool) -> None:
+        """Take part, with threads if so wished. Raises TierUnavailable, FormatMismatch."""
         try:
-            tier._ask(tier._open, patience_s=timing.answer_s, late="open_timed_out")
+            self._ask(self._open, patience_s=self._store.timing.answer_s, late="open_timed_out")
         except OSError as error:
-            tier._end_threads(0.0)
-            raise unavailable(path, error) from error
+            self._end_threads(0.0)
+            raise self._unavailable(error) from error
         except BaseException:
-            tier._end_threads(0.0)
+            self._end_threads(0.0)
             raise
         if background:
-            tier._background = Thread(target=tier._work, name=f"{cls.name}-follow", daemon=True)
-            tier._background.start()
-        return tier
+            self._background = Thread(target=self._work, name=f"{self.name}-follow", daemon=True)
+            self._background.start()
+
+    def _unavailable(self, error: OSError) -> TierUnavailable:
+        return unavailable(self.path, error)
 
     def _open(self) -> None:
         store = self._store
@@ -135,7 +146,7 @@ class PoolTier:
             store.disk.entries(self.path)
         except FileNotFoundError:
             raise TierUnavailable(
-                f"pool {self.path} is not there; mount its file system, or make the directory", tier=self.name, path=self.path
+                f"{self._called} {self.path} is not there; {self._to_make}", tier=self.name, path=self.path
             ) from None
         if not store.read_only:
             try:
@@ -146,7 +157,7 @@ class PoolTier:
                 number = error.errno if isinstance(error, OSError) else error.facts.get("errno")
                 if number not in ONLY_READABLE:
                     raise
-                log.warning("pool %s may only be read (%s)", self.path, os.strerror(number))
+                log.warning("%s %s may only be read (%s)", self._called, self.path, os.strerror(number))
                 store.read_only = True
         if store.read_only:
             store.directory.require()
@@ -224,7 +235,7 @@ class PoolTier:
             if error.facts.get("reason") != "hangs":
                 raise
             attempt.given_up = True
-            store.pauses.begin("the file system does not answer")
+            store.pauses.begin(f"the {self._medium} does not answer")
             return WriteOutcome(stored=False, reason="stopped")
         if outcome.stored:
             self.keep(self.locate(representation.digest, header.keys).ids(), terms)
@@ -322,11 +333,12 @@ class PoolTier:
             self._collect()
         except (OSError, StoreError) as error:
             self._counters.add("look_failed")
-            log.debug("pool %s: %s", self.path, error)
+            log.debug("%s %s: %s", self._called, self.path, error)
         if store.fresh == self._said_silent:
             self._said_silent = not self._said_silent
             log.warning(
-                "pool %s: %s",
+                "%s %s: %s",
+                self._called,
                 self.path,
                 "it does not answer; nothing is found in it" if self._said_silent else "it answers again",
             )
@@ -342,7 +354,7 @@ class PoolTier:
                 self.step()
             except Exception:
                 self._counters.add("step_errors")
-                log.exception("pool %s: following the others failed unexpectedly", self.path)
+                log.exception("%s %s: following the others failed unexpectedly", self._called, self.path)
 
     def _collect(self, *, wait: bool = False) -> None:
         store = self._store
@@ -393,7 +405,7 @@ class PoolTier:
         except Late:
             self._counters.add(late)
             raise StoreError(
-                f"pool {self.path} does not answer; look after its mount", reason="hangs", tier=self.name, path=self.path
+                f"{self._called} {self.path} does not answer; {self._to_mend}", reason="hangs", tier=self.name, path=self.path
             ) from None
 
     def _end_threads(self, timeout_s: float) -> None:
@@ -408,7 +420,7 @@ class PoolTier:
                 late="close_timed_out",
             )
         except (OSError, StoreError) as error:
-            log.warning("pool %s was not closed well (%s)", self.path, error)
+            log.warning("%s %s was not closed well (%s)", self._called, self.path, error)
         self._changes.close(max(0.0, deadline - time.monotonic()))
 
     def _close_store(self) -> None:
@@ -417,11 +429,11 @@ class PoolTier:
         self._store.close()
 
     def _why_silent(self) -> str:
-        return "" if self._store.fresh else "the file system does not answer"
+        return "" if self._store.fresh else f"the {self._medium} does not answer"
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError(f"pool tier {self.path} is closed", reason="closed", tier=self.name)
+            raise StoreError(f"{self._called} {self.path} is closed", reason="closed", tier=self.name)
 
     def __repr__(self) -> str:
-        return f"<PoolTier {self.path} of {self._store.capacity_bytes} bytes>"
+        return f"<{type(self).__name__} {self.path} of {self._store.capacity_bytes} bytes>"

@@ -17,7 +17,8 @@ class Timing:
     journals are read on. `silent_s`: a look that is older counts no more, nothing is found then. `lease_s`: how long a lease
     protects. `grace_s`: how long bytes stay after their removal was written down. `beat_s`: a writer says something at least
     so often. `term_s`: a collector that has said nothing for so long is replaced. `dead_s`: so any other writer is taken for
-    dead. `collect_s`: how often the collector looks after the pool. `answer_s`: a mount that takes longer hangs."""
+    dead. `collect_s`: how often the collector looks after the pool. `answer_s`: a mount that takes longer hangs.
+    `list_s`: how often everything that is there is listed. `verify_s`: how often a writer reads its own journal back."""
 
     visible_s: float = 1.0
     look_s: float = 0.2
@@ -29,6 +30,8 @@ class Timing:
     dead_s: float = 600.0
     collect_s: float = 1.0
     answer_s: float = 15.0
+    list_s: float = 30.0
+    verify_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.grace_s and self.lease_s + 2 * self.visible_s > self.grace_s:

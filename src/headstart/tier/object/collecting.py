@@ -1,0 +1,65 @@
+"""The collector of an object tier: as a pool's, but space comes back extent by extent, and who collects may be configured."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import numpy as np
+
+from headstart.policy.eviction import Emptying, choose_victims
+from headstart.tier.disk.evicting import Weighed
+from headstart.tier.disk.table import Segment
+from headstart.tier.pool.collecting import Collector
+
+_SHARE = 64  # such a part of the capacity is freed at once: a full bucket does not choose anew for every extent
+
+log = logging.getLogger(__name__)
+
+
+class Appointed:
+    """Who collects where that is configured instead of elected, because the service has no conditional puts."""
+
+    def __init__(self, collects: bool) -> None:
+        self._collects = collects
+
+    def prepare(self) -> None:
+        pass
+
+    def hold(self, writer: bytes) -> bool:
+        return self._collects
+
+    def resign(self, writer: bytes) -> None:
+        pass
+
+
+class ObjectCollector(Collector):
+    """Removes the least worthy extents themselves: each is an object."""
+
+    _said = False
+
+    def _elected(self) -> bool:
+        try:
+            return super()._elected()
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+        self.holds = False
+        if not self._said:
+            self._said = True
+            log.warning(
+                "object store %s has no conditional put (If-None-Match), so nobody can be elected to collect; say "
+                'cache.object_collects = "yes" on one machine and "no" on the others',
+                self._store.directory.root,
+            )
+        return False
+
+    def _choose(self, weighed: Weighed, needed_bytes: int) -> tuple[list[Segment], Emptying | None]:
+        segments = [self._store.books.numbered(int(number)) for number in np.unique(weighed.segments)]
+        going = choose_victims(
+            worth=weighed.worth,
+            nbytes=weighed.nbytes,
+            needed_bytes=needed_bytes,
+            wanted_bytes=self._store.capacity_bytes // _SHARE,
+        )
+        return segments, Emptying(gone=going, carried=np.empty(0, np.int64)) if len(going) else None

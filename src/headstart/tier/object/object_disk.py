@@ -1,0 +1,328 @@
+"""A bucket behind the door of files, as far as a pool asks: all that holds for a pool's writers and collectors holds here too.
+
+    headstart.json, terms/<number>                    one object each
+    segments/<2 hex>/<writer>-<sequence>.seg          one object: a segment of one extent, put whole, never changed
+    journals/<writer>-<generation>.log/<16 hex>       one object for each append, named by the offset where it begins
+
+Objects cannot be appended to, renamed or locked. A journal is the objects of its name in the order of their offsets, each
+beginning where the one before it ends; what stands behind a gap is not there yet. A file with a temporary name lives in this
+process's memory until it is renamed. What `entries` found last is what `open` finds of journals and `facts` tells of segments,
+so that following all writers is one request. An append of which nobody knows whether it was put leaves its journal lost: its
+writer begins anew under another name, since no name is used for two contents.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from headstart.errors import StoreError
+from headstart.policy.fetching import Fetching
+from headstart.tier.disk.door import Entry, FileFacts, Handle, LockHolder, OpenMode, Space
+from headstart.tier.object.bucket import Bucket, scatter
+from headstart.tier.object.whole import Whole
+
+WHOLE_BYTES = 64 << 20  # of objects that were fetched whole, held at once
+_JOURNALS, _SEGMENTS, _TERMS = "journals", "segments", "terms"
+_FOLDERS = (_JOURNALS, _SEGMENTS, _TERMS)
+_PART = re.compile(r"journals/([^/]+\.log)/([0-9a-f]{16})")
+
+
+@dataclass(slots=True)
+class _File:
+    """An open file. `data`: of a small one, whole, as this process reads or writes it; None for others. `parts`: of a journal,
+    offset and size of each object, without gaps from 0 on; `appended`: what the next `sync` puts. `size`: of a segment, as far
+    as journals say. `put`: it stands in the bucket. `doubtful`: whether its last object was put is not known."""
+
+    path: Path
+    data: bytearray | None = None
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    appended: bytearray = field(default_factory=bytearray)
+    size: int | None = None
+    put: bool = True
+    doubtful: bool = False
+
+    @property
+    def end(self) -> int:
+        return sum(self.parts[-1]) if self.parts else 0
+
+
+class ObjectDisk:
+    """Files in a bucket; `root` is the path that stands for its top. Safe from many threads, each file for one at a time."""
+
+    def __init__(self, bucket: Bucket, root: Path) -> None:
+        self.bucket = bucket
+        self.fetching = Fetching()
+        self._root = root
+        self._whole = Whole(WHOLE_BYTES)
+        self._lock = Lock()
+        self._files: dict[Handle, _File] = {}
+        self._next = 1
+        self._journals: dict[str, list[tuple[int, int]]] = {}  # as last listed
+        self._segments: dict[str, int] = {}
+        self._shards: dict[str, list[str]] = {}
+
+    # What a pool does beside reading and writing files.
+
+    def put_segment(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        """Put a segment whole. Raises OSError; then it may be there all the same, and no journal speaks of it."""
+        self.bucket.put(self._key(path), parts)
+
+    def forget_segment(self, path: Path) -> None:
+        """Read a segment anew, whatever of it is in memory."""
+        self._whole.forget(self._key(path))
+
+    def open_segment(self, path: Path, nbytes: int) -> Handle:
+        """Open a segment that a journal says is there, and how long it is. Asks nobody."""
+        return self._keep(_File(path, size=nbytes))
+
+    # The door.
+
+    def probe(self, directory: Path) -> bool:
+        return False
+
+    def open(self, path: Path, mode: OpenMode, *, bulk: bool = False) -> Handle:
+        if mode == "create":
+            return self._keep(_File(path, data=bytearray(), put=False))
+        if _is_journal(path):
+            with self._lock:
+                parts = self._journals.get(path.name)
+            if parts is None:
+                raise FileNotFoundError(errno.ENOENT, "no such journal", str(path))
+            return self._keep(_File(path, parts=_without_gaps(parts)))
+        if _is_segment(path):
+            return self._keep(_File(path, size=self.bucket.size(self._key(path))))
+        return self._keep(_File(path, data=bytearray(self.bucket.get(self._key(path)))))
+
+    def close(self, handle: Handle) -> None:
+        with self._lock:
+            file = self._files.pop(handle)
+        if _is_segment(file.path):
+            self._whole.forget(self._key(file.path))
+
+    def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
+        file = self._file(handle)
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        if _is_segment(file.path):
+            return self._read_segment(file, buffers, offset, wanted)
+        if file.data is not None:
+            scatter(memoryview(bytes(file.data[offset : offset + wanted])), buffers, key=file.path.name)
+            return wanted
+        touched = [(at, size) for at, size in file.parts if at < offset + wanted and at + size > offset]
+        begun = time.monotonic()
+        found = self.bucket.get_all([self._part_key(file.path, at) for at, _ in touched])
+        if len(found) == 1:
+            self.fetching.note(len(found[0]), time.monotonic() - begun)
+        for (at, size), data in zip(touched, found, strict=True):
+            if len(data) != size:
+                raise StoreError(f"an object of journal {file.path.name} is not as long as listed", reason="short-read", at=at)
+        joined = b"".join(found)
+        start = offset - touched[0][0] if touched else 0
+        scatter(memoryview(joined)[start : start + wanted], buffers, key=file.path.name)
+        return wanted
+
+    def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:
+        file = self._file(handle)
+        if file.data is not None:
+            file.data[offset : offset + len(data)] = data
+            return
+        if offset != file.end or file.doubtful:
+            raise OSError(errno.EIO, "an object cannot be written over", str(file.path))
+        file.appended = bytearray(data)
+
+    def sync(self, handle: Handle) -> None:
+        file = self._file(handle)
+        if file.data is not None:
+            if file.put:
+                self.bucket.put(self._key(file.path), [bytes(file.data)])
+            elif not _is_temporary(file.path):
+                self.bucket.create(self._key(file.path), bytes(file.data))
+                file.put = True
+        elif file.appended:
+            data, file.appended = bytes(file.appended), bytearray()
+            try:
+                self.bucket.put(self._part_key(file.path, file.end), [data])
+            except OSError:
+                file.doubtful = True
+                raise
+            file.parts.append((file.end, len(data)))
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._lock:
+            file = next((one for one in self._files.values() if one.path == source), None)
+        if file is None or file.data is None or file.put:
+            raise FileNotFoundError(errno.ENOENT, "no such temporary file", str(source))
+        data = bytes(file.data)
+        if _is_journal(target):
+            self.bucket.put(self._part_key(target, 0), [data])
+            file.data, file.parts = None, [(0, len(data))]
+        else:
+            self.bucket.put(self._key(target), [data])
+        file.path, file.put = target, True
+
+    def unlink(self, path: Path) -> None:
+        if _is_temporary(path):
+            return
+        if _is_journal(path):
+            self.bucket.delete([key for key, _ in self.bucket.sizes(self._key(path))])
+            return
+        self.bucket.delete([self._key(path)])
+        with self._lock:
+            self._segments.pop(self._key(path), None)
+
+    def facts(self, handle: Handle) -> FileFacts:
+        file = self._file(handle)
+        if file.doubtful:
+            raise OSError(errno.EIO, "whether the last append was put is not known", str(file.path))
+        if file.data is not None:
+            return _facts(file.path, len(file.data))
+        if not _is_segment(file.path):
+            return _facts(file.path, file.end)
+        key = self._key(file.path)
+        with self._lock:
+            size = self._segments.get(key)
+        return _facts(file.path, self.bucket.size(key) if size is None else size)
+
+    def stat(self, path: Path) -> FileFacts:
+        if self._is_folder(path):
+            return _facts(path, 0)
+        return _facts(path, self.bucket.size(self._part_key(path, 0) if _is_journal(path) else self._key(path)))
+
+    def entries(self, path: Path) -> list[Entry]:
+        if path == self._root:
+            folders, objects = self.bucket.names()
+            return [Entry(name, True) for name in folders] + [Entry(name, False) for name in objects]
+        name = self._key(path)
+        if name == _JOURNALS:
+            return self._list_journals()
+        if name == _SEGMENTS:
+            return self._list_segments()
+        if name.startswith(f"{_SEGMENTS}/"):
+            with self._lock:
+                return [Entry(one, False) for one in self._shards.get(name, ())]
+        return [Entry(key.rpartition("/")[2], False) for key, _ in self.bucket.sizes(name)]
+
+    def truncate(self, handle: Handle, nbytes: int) -> None:
+        file = self._file(handle)
+        if file.data is not None:
+            del file.data[nbytes:]
+
+    def reserve(self, handle: Handle, offset: int, nbytes: int) -> bool:
+        return False
+
+    def punch(self, handle: Handle, offset: int, nbytes: int) -> bool:
+        return False
+
+    def sync_directory(self, path: Path) -> None:
+        pass
+
+    def make_directory(self, path: Path) -> None:
+        pass
+
+    def lock_file(self, handle: Handle) -> bool:
+        return True
+
+    def lock_holder(self, handle: Handle) -> LockHolder:
+        return LockHolder()
+
+    def lock_range(self, handle: Handle, offset: int, nbytes: int, *, exclusive: bool) -> bool:
+        return True
+
+    def unlock_range(self, handle: Handle, offset: int, nbytes: int) -> None:
+        pass
+
+    def space(self, path: Path) -> Space:
+        raise OSError(errno.ENOTSUP, "a bucket has no size", str(path))
+
+    def _read_segment(self, file: _File, buffers: Sequence[memoryview], offset: int, wanted: int) -> int:
+        key, size = self._key(file.path), file.size or 0
+        if wanted < size <= self.fetching.whole_bytes:
+            data = self._whole.get(key, size, lambda: self._fetch(key, size))
+            if data is not None:
+                scatter(data[offset : offset + wanted], buffers, key=key)
+                return wanted
+        begun = time.monotonic()
+        self.bucket.read(key, buffers, offset)
+        self.fetching.note(wanted, time.monotonic() - begun)
+        return wanted
+
+    def _fetch(self, key: str, nbytes: int) -> memoryview:
+        begun, data = time.monotonic(), bytearray(nbytes)
+        self.bucket.read(key, [memoryview(data)], 0)
+        self.fetching.note(nbytes, time.monotonic() - begun)
+        return memoryview(data).toreadonly()
+
+    def _list_journals(self) -> list[Entry]:
+        listed: dict[str, list[tuple[int, int]]] = {}
+        for key, size in self.bucket.sizes(_JOURNALS):
+            if found := _PART.fullmatch(key):
+                listed.setdefault(found[1], []).append((int(found[2], 16), size))
+        with self._lock:
+            self._journals = listed
+        return [Entry(name, False) for name in sorted(listed)]
+
+    def _list_segments(self) -> list[Entry]:
+        """All of them at once; the folders are then asked for one by one."""
+        listed, shards = dict(self.bucket.sizes(_SEGMENTS)), dict[str, list[str]]()
+        for key in listed:
+            folder, _, one = key.rpartition("/")
+            shards.setdefault(folder, []).append(one)
+        with self._lock:
+            self._segments, self._shards = listed, shards
+        return [Entry(folder.rpartition("/")[2], True) for folder in sorted(shards)]
+
+    def _is_folder(self, path: Path) -> bool:
+        return path == self._root or path.name in _FOLDERS or path.parent.name == _SEGMENTS or path in self._root.parents
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
+
+    def _part_key(self, path: Path, offset: int) -> str:
+        return f"{self._key(path)}/{offset:016x}"
+
+    def _keep(self, file: _File) -> Handle:
+        with self._lock:
+            handle = Handle(self._next)
+            self._next += 1
+            self._files[handle] = file
+        return handle
+
+    def _file(self, handle: Handle) -> _File:
+        with self._lock:
+            file = self._files.get(handle)
+        if file is None:
+            raise OSError(errno.EBADF, "the file is closed")
+        return file
+
+
+def _without_gaps(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    end, whole = 0, list[tuple[int, int]]()
+    for offset, size in sorted(parts):
+        if offset != end:
+            break
+        whole.append((offset, size))
+        end = offset + size
+    return whole
+
+
+def _facts(path: Path, size: int) -> FileFacts:
+    """A name never means another file, so it stands for the inode."""
+    return FileFacts(size, size, links=1, inode=zlib.crc32(path.as_posix().encode()))
+
+
+def _is_journal(path: Path) -> bool:
+    return path.suffix == ".log"
+
+
+def _is_segment(path: Path) -> bool:
+    return path.suffix == ".seg"
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.suffix == ".tmp"

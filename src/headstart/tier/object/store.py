@@ -1,0 +1,116 @@
+"""The writing side of an object tier: as a pool's, but that every extent is an object of its own.
+
+    extent's object is put → one journal object: segment opened, extent added, segment sealed → found under its keys
+
+A segment that holds one extent and is sealed at once gives its space back by itself, so nothing is ever written anew for that.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from headstart.block.representation import Representation
+from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.door import Disk
+from headstart.tier.disk.files import SegmentFiles
+from headstart.tier.disk.records import (
+    ExtentAdded,
+    ExtentName,
+    Record,
+    RepresentationDeclared,
+    SegmentName,
+    SegmentOpened,
+    SegmentSealed,
+)
+from headstart.tier.disk.segment import SegmentHeader, encode_segment_header
+from headstart.tier.object.object_disk import ObjectDisk
+from headstart.tier.object.segments import ObjectSegments
+from headstart.tier.pool.store import Attempt, PoolStore
+
+_UNSAID_SHARE = 128
+MOST_APPENDS = 128  # objects of a journal: whoever follows lists them all, a thousand a request
+
+
+class ObjectStore(PoolStore):
+    """Its `disk` is an `ObjectDisk`."""
+
+    tier = "object"
+    empties = False
+    _appends = 0  # objects of the own journal
+
+    @property
+    def objects(self) -> ObjectDisk:
+        assert isinstance(self.disk, ObjectDisk)
+        return self.disk
+
+    @property
+    def unsaid_bytes(self) -> int:
+        """Objects are charged to the byte, so nothing of a segment is left over for that."""
+        return max(super().unsaid_bytes, self.capacity_bytes // _UNSAID_SHARE)
+
+    def register(self) -> None:
+        super().register()
+        self._appends = 1
+
+    def renew(self) -> None:
+        super().renew()
+        self._appends = 1
+
+    def append(self, records: Sequence[Record]) -> None:
+        super().append(records)
+        self._appends += bool(records)
+
+    def write_extent(
+        self,
+        image: memoryview,
+        representation: Representation,
+        added: ExtentAdded,
+        *,
+        attempt: Attempt,
+        replacing: bool = False,
+    ) -> ExtentName | None:
+        """Put an extent's object and say so; None where there is no room. In turn. Raises OSError, StoreError, and then it is
+        not stored, though an object may stand there that nobody speaks of."""
+        self._require_registered()
+        with self.lock:
+            name = SegmentName(self.writer, self.books.next_sequence)
+        header = SegmentHeader(name, 0, self.now_ms(), representation.encode(), representation.digest)
+        end = header.header_bytes + image.nbytes
+        if not self.room.may_open(end) and not (self.make_room(end) and self.room.may_open(end)):
+            return None
+        with self.lock:
+            self.books.next_sequence += 1  # also when what follows fails: a name is used once
+        header = replace(header, capacity_bytes=end)
+        path = self.directory.segment_path(name)
+        try:
+            self.objects.put_segment(path, [encode_segment_header(header), image])
+            if attempt.given_up:
+                raise OSError(errno.ETIMEDOUT, "the write took too long")
+        except OSError:
+            with suppress(OSError):
+                self.disk.unlink(path)
+            raise
+        last_used = added.last_used or self.books.next_use()
+        placed = replace(added, extent=ExtentName(name, header.header_bytes), last_used=last_used)
+        records: list[Record] = [  # declared each time: the journal may be another one by now
+            RepresentationDeclared(header.representation),
+            SegmentOpened(name, header.header_bytes, end, header.created_ms, header.digest),
+            placed,
+            SegmentSealed(name, end),
+        ]
+        self.append(records)  # where that fails others may have seen it, so the object stays
+        with self.lock:
+            self.books.apply(records, own=True)
+        self.room.opened(end)
+        self.counters.add("bytes_written", image.nbytes)
+        return placed.extent
+
+    def _has_grown(self) -> bool:
+        return self._appends >= MOST_APPENDS or super()._has_grown()
+
+    def _files_of(self, disk: Disk, directory: Directory) -> SegmentFiles:
+        assert isinstance(disk, ObjectDisk)
+        return ObjectSegments(disk, directory)

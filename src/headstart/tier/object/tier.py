@@ -1,0 +1,111 @@
+"""The object tier: a bucket of an object store behind the verbs of `tier.base`.
+
+It is a pool whose files are objects (`object_disk`): the same journals, leases as time, tombstones, grace and collector.
+Lookups and leases are in memory; following all writers is one listing every `look_s`; a read is one request for a part of an
+object, or for all of it where that takes no longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from headstart.block.representation import Representation
+from headstart.errors import TierUnavailable
+from headstart.metrics import Counters
+from headstart.policy.retention import Retention
+from headstart.tier.disk.directory import OBJECTS, Directory
+from headstart.tier.disk.new_record import UNPLACED
+from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader
+from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
+from headstart.tier.object.bucket import Bucket
+from headstart.tier.object.collecting import Appointed, ObjectCollector
+from headstart.tier.object.object_disk import ObjectDisk
+from headstart.tier.object.store import ObjectStore
+from headstart.tier.pool.terms import Election, Terms
+from headstart.tier.pool.tier import PoolTier
+from headstart.tier.pool.timing import Timing
+
+# Services show at once what was put. Every look is a request, every beat an object.
+TIMING = Timing(look_s=0.5, silent_s=15.0, beat_s=15.0, term_s=60.0, collect_s=5.0, list_s=600.0, verify_s=600.0)
+
+_LARGEST_BYTES, _LARGEST_STATE_BYTES = 64 << 20, 256 << 20
+_BLOCKS = 16
+_MOST_SHARE = 8  # of the capacity an extent takes at most such a part
+
+
+class ObjectTier(PoolTier):
+    """Use `ObjectTier.open`. Safe from many threads; any number of processes, anywhere, may have it open."""
+
+    name = "object"
+    _called, _medium = "object store", "service"
+    _to_make, _to_mend = "make the bucket", "look after its endpoint and the network"
+    _bucket: Bucket
+
+    @classmethod
+    def open_bucket(
+        cls,
+        where: str | Bucket,
+        *,
+        capacity_bytes: int,
+        timing: Timing = TIMING,
+        read_only: bool = False,
+        collects: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        retention: Retention | None = None,
+        background: bool = True,
+    ) -> ObjectTier:
+        """Open what a bucket, or a prefix in one, holds, or begin it there. `where`: a URL as `Bucket.open` takes it.
+        `collects`: whether this process is the collector; None: whoever is elected. `background`: as for `PoolTier.open`.
+        Raises TierUnavailable, FormatMismatch, ConfigError, MissingExtra."""
+        if capacity_bytes < MIN_CAPACITY_BYTES:
+            raise ValueError(f"an object store of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
+        counters = where.counters if isinstance(where, Bucket) else Counters()
+        bucket = where if isinstance(where, Bucket) else Bucket.open(where, counters=counters, answer_s=timing.answer_s)
+        root = Path(bucket.where)
+        disk = ObjectDisk(bucket, root)
+        directory = Directory(disk, root, features=frozenset({OBJECTS}))
+        store = ObjectStore(
+            disk,
+            directory,
+            capacity_bytes=capacity_bytes,
+            timing=timing,
+            clock=clock,
+            wall_clock=wall_clock,
+            counters=counters,
+            retention=Retention() if retention is None else retention,
+            read_only=read_only,
+        )
+        election: Election
+        if collects is None:
+            election = Terms(disk, directory, silent_s=store.writers.silent_s, term_s=timing.term_s, clock=clock)
+        else:
+            election = Appointed(collects)
+        tier = cls(store, election, ObjectCollector(store, election))
+        tier._bucket = bucket
+        tier._begin(background=background)
+        return tier
+
+    def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
+        """Return the largest image that `write` takes: one that is put in some parts, or what sixteen blocks take."""
+        most = max(_LARGEST_BYTES, _BLOCKS * 64 * (representation.bytes_per_token or 0) + 64 * ALIGNMENT)
+        if representation.bytes_per_token is None or representation.state != "none":
+            most = max(most, _LARGEST_STATE_BYTES)
+        most = min(most, self._store.capacity_bytes // _MOST_SHARE) // ALIGNMENT * ALIGNMENT
+        return most - SegmentHeader(UNPLACED.segment, 0, 0, representation.encode(), representation.digest).header_bytes
+
+    def close(self) -> None:
+        super().close()
+        self._bucket.close()
+
+    def _unavailable(self, error: OSError) -> TierUnavailable:
+        why = error.strerror or "an error without a number"
+        return TierUnavailable(
+            f"object store {self.path} cannot be used ({why}); look after the bucket, and after endpoint, region and "
+            "credentials in the environment",
+            tier=self.name,
+            path=self.path,
+            errno=error.errno,
+        )

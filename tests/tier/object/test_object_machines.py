@@ -1,0 +1,203 @@
+"""Several machines on one bucket, with clocks of their own: what one saved the others find, one collects, what goes goes in two
+steps, and what outlives its lease is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import object_kit
+import obstore
+import pool_kit
+import pytest
+from object_kit import Machine
+
+from headstart.errors import FormatMismatch, StoreError
+from headstart.testing.fake_kv import TINY
+from headstart.tier.base import ReadRange, Terms
+from headstart.tier.object import ObjectTier
+
+Make = Callable[..., Machine]
+
+
+def keys_of(store: Any, folder: str) -> list[str]:
+    return [one["path"] for page in obstore.list(store, folder) for one in page]
+
+
+def test_what_one_machine_saved_the_others_find_at_their_next_look(machine: Make) -> None:
+    a, b = machine(), machine(ahead_s=-200)
+    assert a.save(1) == "written"
+    assert not b.reads(1)
+    b.wait(1)
+    assert b.found([1]) == {1}
+    assert b.save(1) == "present"
+
+
+def test_two_that_save_one_prefix_at_once_store_two_good_copies(machine: Make, store: Any) -> None:
+    a, b = machine(), machine()
+    assert (a.save(1), b.save(1)) == ("written", "written")
+    for one in (a, b):
+        one.wait(1)
+        assert one.found([1]) == {1}
+        assert one.save(1) == "present"
+    assert len(keys_of(store, "segments")) == 2
+
+
+def test_a_save_is_two_objects_and_a_look_whether_the_journal_is_there(machine: Make) -> None:
+    a = machine()
+    a.save(1)
+    before = a.tier.statistics().counters
+    a.save(2)
+    after = a.tier.statistics().counters
+    assert after["object_requests_put"] - before["object_requests_put"] == 2
+    assert after["object_requests_head"] - before["object_requests_head"] == 2  # before and behind the extent
+    assert after["object_requests_list"] == before["object_requests_list"]
+    assert after["object_bytes_sent"] - before["object_bytes_sent"] > pool_kit.image(2).nbytes
+
+
+def test_a_look_at_silent_writers_is_one_listing_however_many_they_are(machine: Make) -> None:
+    crowd = [machine() for _ in range(4)]
+    a = crowd[0]
+    for one in crowd:
+        one.save(crowd.index(one))
+    a.tier._store.follow()
+    before = a.tier.statistics().counters
+    a.tier._store.follow()
+    after = a.tier.statistics().counters
+    assert {
+        name: after[name] - before[name]
+        for name in after
+        if name.startswith("object_requests_") and after[name] != before[name]
+    } == {"object_requests_list": 1}
+
+
+def test_a_small_extent_is_one_request_whatever_parts_of_it_are_read(machine: Make) -> None:
+    a, b = machine(), machine()
+    a.save(1)
+    b.wait(1)
+    extent, whole = b.extent(1), pool_kit.image(1)
+    assert b.tier.lease([extent]) == [True]
+    before = b.tier.statistics().counters.get("object_requests_get", 0)
+    for at in range(0, whole.nbytes - 4096, 4096):
+        part = bytearray(4096)
+        b.tier.read([ReadRange(extent, at, [memoryview(part)])])
+        assert part == whole[at : at + 4096]
+    b.tier.release([extent])
+    assert b.tier.statistics().counters["object_requests_get"] - before == 1
+
+
+def test_a_journal_of_many_objects_begins_anew(machine: Make, store: Any) -> None:
+    a, b = machine(), machine()
+    for seed in range(70):
+        a.save(seed, 1)
+        a.tier._store.touch([a.extent(seed, 1)])
+        a.tier._store.flush()
+    a.wait(10)
+    assert len(keys_of(store, "journals")) < 16
+    b.wait(1)
+    assert b.found(range(70), 1) == set(range(70))
+
+
+def test_objects_go_a_grace_after_their_tombstones_and_names_never_come_back(machine: Make, store: Any) -> None:
+    a, b = machine(), machine()
+    a.save(1)
+    (name,) = keys_of(store, "segments")
+    b.wait(1)
+    extent = b.extent(1)
+    assert b.tier.lease([extent]) == [True]
+    assert a.tier.delete([a.extent(1)], reason="user") == 1
+    a.wait(30)
+    b.wait(1)
+    part = bytearray(4096)
+    b.tier.read([ReadRange(extent, 0, [memoryview(part)])])  # removed, but within its grace
+    assert not b.reads(1)
+    b.clock.now += 60  # the lease is over; so is nearly the grace
+    with pytest.raises(StoreError, match="lease"):
+        b.tier.read([ReadRange(extent, 0, [memoryview(part)])])
+    assert b.counter("lease_outlived") == 1
+    b.tier.release([extent])
+    a.wait(101)
+    a.wait(1)
+    assert keys_of(store, "segments") == []
+    assert a.save(1) == "written"
+    assert keys_of(store, "segments") != [name]
+
+
+def test_one_of_several_collects_and_another_one_after_it_fell_silent(machine: Make) -> None:
+    a, b = machine(), machine()
+    for one in (a, b, a, b):
+        one.wait(1)
+    assert (a.tier.collects, b.tier.collects) == (True, False)
+    for _ in range(12):
+        b.wait(5)
+    assert b.tier.collects
+    a.wait(1)
+    assert not a.tier.collects
+
+
+def test_a_configured_collector_needs_no_election(machine: Make, store: Any) -> None:
+    a, b = machine(collects=False), machine(collects=True)
+    a.wait(1)
+    b.wait(1)
+    assert (a.tier.collects, b.tier.collects) == (False, True)
+    assert keys_of(store, "terms") == []
+
+
+def test_all_writers_together_keep_to_one_capacity_and_the_oldest_goes(machine: Make, store: Any) -> None:
+    crowd = [machine(capacity_bytes=1 << 20) for _ in range(3)]
+    written = []
+    for seed in range(60):
+        if crowd[seed % 3].save(seed) == "written":
+            written.append(seed)
+        for one in crowd:
+            one.wait(25)
+        taken = sum(one["size"] for page in obstore.list(store, "segments") for one in page)
+        assert taken <= (1 << 20) + 3 * (pool_kit.image(0).nbytes + 4096)
+    assert sum(one.counter("evicted_capacity") for one in crowd) > 0
+    for one in crowd:
+        one.wait(1)
+        assert one.found(range(60)) == set(written[-len(one.found(range(60))) :])
+        assert written[0] not in one.found(range(60))
+
+
+def test_a_tenant_keeps_to_its_quota(machine: Make) -> None:
+    from headstart.policy.retention import Retention
+
+    a = machine(retention=Retention.of("default=0s..", "acme=256KiB"))
+    written = [a.tier.write(pool_kit.image(seed), TINY, terms=Terms(tenant="acme")).reason for seed in range(8)]
+    assert written.count("written") == 4
+    assert set(written[4:]) == {"quota"}
+    assert a.save(100) == "written"
+
+
+def test_who_only_reads_finds_all_and_writes_nothing(machine: Make, store: Any) -> None:
+    a = machine()
+    a.save(1)
+    before = keys_of(store, "")
+    reader = machine(read_only=True)
+    assert reader.found([1]) == {1}
+    assert reader.save(2) == "stopped"
+    reader.wait(60)
+    assert keys_of(store, "") == before
+    assert reader.tier.statistics().paused
+
+
+def test_a_writer_whose_journal_was_taken_in_goes_on_as_another_one(machine: Make) -> None:
+    a, b = machine(), machine()
+    a.wait(1)
+    b.save(1)
+    a.wait(1)
+    for _ in range(4):
+        a.wait(101)
+    assert a.counter("journals_taken_in") == 1
+    assert a.found([1]) == {1}
+    assert b.save(2) == "written"
+    assert b.counter("registered_again") == 1
+    a.wait(1)
+    assert a.found([1, 2]) == {1, 2}
+
+
+def test_a_bucket_is_no_cache_directory(store: Any) -> None:
+    obstore.put(store, "headstart.json", b'{"format": "headstart", "version": 1, "features": []}')
+    with pytest.raises(FormatMismatch, match="cache directory of one machine"):
+        ObjectTier.open_bucket(object_kit.bucket_over(store), capacity_bytes=8 << 20, background=False)
