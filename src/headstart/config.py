@@ -36,6 +36,7 @@ Spans = Annotated[str, Meta(extra={"check": "retention"})]
 Quotas = Annotated[str, Meta(extra={"check": "quotas"})]
 Endpoint = Annotated[str, Meta(extra={"check": "endpoint"})]
 Bucket = Annotated[str, Meta(extra={"check": "bucket"})]
+Endpoints = Annotated[str, Meta(extra={"check": "endpoints"})]
 Folders = Annotated[str, Meta(extra={"check": "folders"})]
 Aliases = Annotated[str, Meta(extra={"check": "aliases"})]
 Rules = Annotated[str, Meta(extra={"check": "rules"})]
@@ -182,6 +183,10 @@ class ServerConfig:
         bool,
         Meta(description="keep the token ids of the latest prompts and answers in memory: headstart why is then exact"),
     ] = False
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Meta(description="both, prefill (computes prompts for others) or decode (has prompts computed where a router says)"),
+    ] = "both"
     canonical: Annotated[
         Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
     ] = CANONICAL
@@ -189,6 +194,23 @@ class ServerConfig:
     @property
     def canonical_rules(self) -> tuple[str, ...]:
         return parse_rules(self.canonical)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffConfig:
+    listen: Annotated[
+        Endpoints,
+        Meta(
+            description="where other workers ask for the KV of prompts that are computed here: "
+            '"ipc:///path" on this machine, "tcp://host:port" beyond it, or both; "" for nowhere'
+        ),
+    ] = ""
+    secret: Annotated[
+        Path | None, Meta(description="file with what all workers know of each other; needed beyond this machine")
+    ] = None
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="after which another worker that does nothing is given up, and its part computed")
+    ] = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +222,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +494,7 @@ _CHECKS: dict[str | None, Callable[[str], object]] = {
     "rules": parse_rules,
     "bucket": require_bucket,
     "endpoint": lambda text: text and parse_endpoint(text),
+    "endpoints": lambda text: [parse_endpoint(one) for part in text.split(",") if (one := part.strip())],
 }
 
 

@@ -127,5 +127,9 @@ class FormatMismatch(TierUnavailable):
     """A cache directory was written by an incompatible format version; `found` and `supported` say which."""
 
 
+class WireError(StoreError):
+    """Another worker did not send what was asked of it; `reason` is a short stable word used as a metric label."""
+
+
 class LoadFailed(StoreError):
     """A load stopped before everything was there; `usable_tokens` counts what is certain to be good in every layer."""

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
-from headstart.api import metrics, openapi, receipts, tokens
+from headstart.api import metrics, openapi, receipts, roles, tokens
 from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
 from headstart.api.accounts import GONE, Account
 from headstart.api.ask import Ask
@@ -125,6 +125,15 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         service.cancel(id, caller_of(request).tenant)
         return _json({"id": id, "object": "response", "status": "cancelled", "output": []})
 
+    async def role(request: Request) -> Response:
+        caller_of(request).require_operator()
+        served = service.require_served()
+        if request.method == "GET":
+            return _json(roles.role_of(served))
+        require_json(request.headers)
+        async with body_of(request) as body:
+            return _json(roles.change_role(served, body))
+
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
 
@@ -205,6 +214,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/version", version),
             Route("/openapi.json", described),
             Route("/metrics", scrape),
+            Route("/v1/headstart/role", role, methods=["GET", "PATCH"]),
             Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/headstart/requests/{id}/why", why),
             Route("/v1/headstart/requests/{id}/tokens", token_ids),

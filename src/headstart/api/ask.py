@@ -13,6 +13,7 @@ from headstart.errors import RequestError
 
 SESSION_CHARACTERS = 256
 RETENTION_CHARACTERS = 64
+ADDRESS_CHARACTERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Handling:
     session: str = ""
     retention: str = "default"
     deadline_s: float | None = None  # from the request's arrival
+    prefill_at: str | None = None  # where a router says that the prompt is to be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class Ask:
 
 
 def handling_of(headers: Mapping[str, str]) -> Handling:
-    """Return what x-headstart-priority, -session, -retention and -deadline say. Raises RequestError naming the header."""
+    """Return what x-headstart-priority, -session, -retention, -deadline and -prefill-at say. Raises RequestError naming the
+    header."""
     said = {name: headers.get(f"x-headstart-{name}", "").strip() for name in ("priority", "session", "retention")}
     if not re.fullmatch(r"[+-]?[0-9]{1,4}|", said["priority"]):
         raise _wrong("x-headstart-priority", f"must be a whole number between -9999 and 9999, but is {said['priority'][:64]!r}")
@@ -98,7 +101,8 @@ def handling_of(headers: Mapping[str, str]) -> Handling:
         if len(said[name]) > most or not said[name].isprintable():
             raise _wrong(f"x-headstart-{name}", f"must have at most {most} printable characters")
     deadline_s = _deadline(headers.get("x-headstart-deadline", "").strip())
-    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default", deadline_s)
+    prefill_at = headers.get("x-headstart-prefill-at", "").strip()[:ADDRESS_CHARACTERS] or None
+    return Handling(int(said["priority"] or 0), said["session"], said["retention"] or "default", deadline_s, prefill_at)
 
 
 def _deadline(text: str) -> float | None:

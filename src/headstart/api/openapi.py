@@ -9,6 +9,7 @@ import msgspec
 from headstart import __version__
 from headstart.api import described as forms
 from headstart.api.dialects import chat, completions, messages, responses
+from headstart.api.roles import RoleAnswer, RoleChange
 from headstart.api.tokens import Detokenise, Tokenise
 
 # Path: the body, and the answer.
@@ -31,6 +32,7 @@ _GETS: dict[str, type[msgspec.Struct]] = {
     "/v1/models": forms.Models,
     "/v1/models/{name}": forms.Model,
     "/v1/responses/{id}": forms.ResponseAnswer,
+    "/v1/headstart/role": RoleAnswer,
     "/v1/headstart/requests/{id}": forms.ReceiptAnswer,
     "/v1/headstart/requests/{id}/why": forms.WhyAnswer,
     "/v1/headstart/requests/{id}/tokens": forms.TokensAnswer,
@@ -42,7 +44,7 @@ def description() -> dict[str, Any]:
     """Return the description, as `/openapi.json` gives it."""
     errors = [forms.ErrorAnswer, forms.MessagesErrorAnswer]
     both = [form for pair in _POSTS.values() for form in pair]
-    every = list(dict.fromkeys([*both, *_GETS.values(), *errors]))
+    every = list(dict.fromkeys([*both, *_GETS.values(), RoleChange, *errors]))
     found, components = msgspec.json.schema_components(every, ref_template="#/components/schemas/{name}")
     refs = dict(zip(every, found, strict=True))
 
@@ -66,6 +68,8 @@ def description() -> dict[str, Any]:
             schema = {"allOf": [schema, {"required": ["max_tokens"]}]}
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[path] = {"post": {"requestBody": body, "responses": answers(path, answered)}}
+    body = {"required": True, "content": {"application/json": {"schema": refs[RoleChange]}}}
+    paths["/v1/headstart/role"]["patch"] = {"requestBody": body, "responses": answers("/v1/headstart/role", RoleAnswer)}
     paths["/metrics"] = {"get": {"responses": {"200": {"description": "Metrics.", "content": {"text/plain": {}}}}}}
     return {
         "openapi": "3.1.0",

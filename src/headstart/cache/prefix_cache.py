@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -26,9 +27,10 @@ import numpy.typing as npt
 
 from headstart.block.checks import Buffer, flat
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, chain, chain_keys, require_salt, token_bytes
+from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, block_extras, chain, chain_keys, require_salt, token_bytes
 from headstart.block.layout import encode_retention
 from headstart.block.representation import Representation
+from headstart.cache.arriving import Arrival
 from headstart.cache.explaining import Fate, fates_of
 from headstart.cache.faults import counted
 from headstart.cache.finding import Finder, Found
@@ -43,6 +45,7 @@ from headstart.events import Publisher
 from headstart.metrics import Counters
 from headstart.tier.base import DEFAULT_TERMS, LimitedTier, Problem, Terms, Tier, TierStatistics
 from headstart.tier.lookup_thread import Patience
+from headstart.tier.memory import MemoryTier
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.plan import Prompt
 
@@ -276,6 +279,39 @@ class PrefixCache:
 
         lease = self._match(data, salt, shared_tokens, identity, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
+
+    def expect(
+        self,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        salt: str | bytes | None = None,
+        shared_tokens: int = 0,
+        identity: Identity | None = None,
+        terms: Terms = DEFAULT_TERMS,
+    ) -> Arrival | None:
+        """Return where the blocks of a prompt go that another process sends, and hold what is stored of it already. None where
+        there is nowhere to put them: without a memory tier, or with states or pieces of no fixed size."""
+        memory = self._sources[0].tier if self._sources else None
+        representation = self.representation
+        if self._closed or self._forked or not isinstance(memory, MemoryTier):
+            return None
+        if representation.state != "none" or representation.varies:
+            return None
+        _require_shared(shared_tokens)
+        require_salt(salt)
+        data = token_bytes(tokens)
+        root = self._root if identity is None else identity.root()
+        prompt_tokens = np.frombuffer(data, dtype="<u4")
+        keys = chain_keys(prompt_tokens, root=root, salt=salt, shared_tokens=shared_tokens)
+        keys = keys[: max(0, len(prompt_tokens) - 1) // representation.piece_tokens * representation.blocks_per_piece]
+        return Arrival(
+            self._match(data, salt, shared_tokens, identity, ahead=True),
+            memory,
+            Prompt(representation, self._digest, keys, prompt_tokens[: len(keys) * BLOCK_TOKENS]),
+            root=root,
+            extras=partial(block_extras, salt=salt, shared_tokens=shared_tokens, contents=()),
+            terms=terms,
+        )
 
     def fates(self, keys: Sequence[BlockKey], *, at_s: float) -> list[Fate]:
         """Return for each key of a chain why nothing was found under it at `at_s` (seconds since 1970), as far as saves,

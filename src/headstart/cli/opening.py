@@ -17,6 +17,7 @@ from headstart.api.shared import SharedFile, SharedPrefixes
 from headstart.cli.progress import OnProgress
 from headstart.config import CacheConfig, Config, parse_quotas
 from headstart.engine.base import Engine, Sampling
+from headstart.engine.handoff import opened
 from headstart.engine.models import ModelFolder, resolve_model
 from headstart.errors import ConfigError, ModelError
 from headstart.render import GGUFRenderer, Renderer
@@ -38,6 +39,14 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
     return _open_gguf(found, config, part) if found.is_gguf else _open_folder(found, config, part)
 
 
+def _refuse_roles(config: Config, what: str) -> None:
+    """Raise ConfigError where prompts are to be handed over and the engine cannot."""
+    if config.server.role != "both" or config.handoff.listen:
+        raise ConfigError(
+            f"{what} computes prompts and answers in one place; leave --role and [handoff] out", key="server.role"
+        )
+
+
 def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
@@ -53,12 +62,18 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
     if config.engine.engine == "vllm":
         from headstart.engine.vllm import open_engine as open_vllm
 
+        _refuse_roles(config, "vLLM, which has connectors of its own for that,")
         engine = open_vllm(folder.path, settings, on_progress=part)
     else:
         from headstart.engine.torch import open_engine
 
-        engine = torch_engine = open_engine(folder.path, settings, on_progress=part)
+        torch_engine = open_engine(folder.path, settings, on_progress=part)
         cache = torch_engine.cache
+        try:
+            engine = opened(torch_engine, cache, settings)
+        except BaseException:
+            torch_engine.close()
+            raise
     return Served(
         name=folder.name,
         engine=engine,
@@ -74,6 +89,7 @@ def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Serve
 def _open_gguf(file: ModelFolder, config: Config, part: OnProgress) -> Served:
     from headstart.engine.llama import open_engine
 
+    _refuse_roles(config, "the engine of GGUF models")
     for key, given in (("adapters", config.engine.adapters), ("deterministic", config.engine.deterministic)):
         if given:
             raise ConfigError(f"engine.{key} is not for GGUF models; leave it out, or serve a folder", key=f"engine.{key}")

@@ -53,7 +53,7 @@ LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in t
 @click.command()
 @click.argument("model", required=False)
 @click.option("--model", "named", metavar="MODEL", help="the same as the argument")
-@config_options("server", "cache", "engine", "", without="model")
+@config_options("server", "cache", "engine", "handoff", "", without="model")
 def serve(model: str | None, named: str | None, config_file: Path | None, **flags: Any) -> int:
     """Serve MODEL: an alias (smollm2-135m, the default), a GGUF file, a Hugging Face directory, a hub name, or a name that
     `headstart models` lists."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from headstart.block.identity import Identity
+from headstart.transfer.load import KVView
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -49,6 +50,32 @@ class Constraint(Protocol):
         ...
 
 
+class KVSink(Protocol):
+    """Who is told of a prompt's KV while it is computed. Told on the engine's thread, and must not block."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it holds no KV any more."""
+        ...
+
+    def computed(self, kv: CountedKV, *, layers: int, tokens: int, first_tokens: int = 0) -> None:
+        """Of the first `tokens` tokens, the first `layers` layers that keep KV are in `kv`, which begins with token
+        `first_tokens` of the prompt. What is to be read later needs a reference of its own."""
+        ...
+
+    def begins_at(self) -> int:
+        """Return the token from which on anything is wanted yet."""
+        ...
+
+
+class CountedKV(KVView, Protocol):
+    """KV that may be read for as long as a reference is held."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`prompt`: u32 token ids, at least one. `stop_ids` end the answer and are not emitted; none of them is chosen before
@@ -65,7 +92,11 @@ class GenerationRequest:
 
     `use_cache` False: nothing stored is looked for, and nothing is kept. `keep_tokens`: only so many tokens from the start are
     kept, None for all. `memory_only`: nothing of it is written to a medium. `keep_s`: what is kept is promised for at least so
-    long, whatever its class promises. `progress`: whether it is told how far the prompt is."""
+    long, whatever its class promises. `progress`: whether it is told how far the prompt is.
+
+    `prefill_at`: addresses of a worker that computes the prompt and hands its KV over (`engine.handoff`); None: it is computed
+    here. `continued`: tokens of the answer that were chosen and told elsewhere; they count as the answer's and are not told
+    again. `sink`: who is told of the prompt's KV as it is computed."""
 
     id: str
     prompt: tuple[int, ...]
@@ -87,7 +118,10 @@ class GenerationRequest:
     keep_s: float = 0.0
     memory_only: bool = False
     progress: bool = False
+    prefill_at: str | None = None
+    continued: tuple[int, ...] = ()
     constraint: Constraint | None = field(default=None, compare=False)
+    sink: KVSink | None = field(default=None, compare=False)
 
 
 LoadChoice = Literal["miss", "load", "compute", "mixed"]
@@ -199,7 +233,11 @@ class EngineLoad:
 
 class Engine(Protocol):
     info: EngineInfo
-    failed: str | None  # one sentence once the engine can serve nothing any more
+
+    @property
+    def failed(self) -> str | None:
+        """One sentence once the engine can serve nothing any more."""
+        ...
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         """Queue a request. Raises ContextLengthExceeded or RequestError at once for what can never run."""
@@ -237,3 +275,14 @@ class StoringEngine(Protocol):
     def identity(self, adapter: str | None) -> Identity | None:
         """Return the identity by which an adapter's prompts are stored; None: the cache's own."""
         ...
+
+
+Role = Literal["both", "prefill", "decode"]
+
+
+@runtime_checkable
+class RoledEngine(Protocol):
+    """An engine that hands prompts' KV to others, or takes it. `addresses`: where it is asked to compute prompts."""
+
+    role: Role
+    addresses: tuple[str, ...]

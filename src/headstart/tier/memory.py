@@ -119,6 +119,7 @@ class MemoryTier:
         self._next_id = 0
         self._uses = 0
         self._leased_bytes = 0
+        self._reserved_bytes = 0
         self._counters = Counters()
         self._on_change: OnChange | None = None
         self._removals: deque[tuple[Gone, bytes, tuple[bytes, ...]]] = deque(maxlen=_REMOVALS_KEPT)  # oldest first
@@ -199,29 +200,36 @@ class MemoryTier:
             return self._refused("full")
         np.copyto(np.frombuffer(region.view, np.uint8), np.frombuffer(image, np.uint8))
         with self._lock:
-            if self._closed or self._holds(header):  # closed, or overtaken by a twin, while copying
-                region.release()
-                return self._refused("stopped") if self._closed else WriteOutcome(stored=True, reason="present")
-            self._next_id += 1
-            self._uses += 1
-            extent = _Extent(
-                id=ExtentId(self._next_id),
-                representation=header.representation,
-                keys=header.keys,
-                header_bytes=header.layout(representation).header_bytes,
-                region=region,
-                created_ms=header.created_ms,
-                retention=terms.retention,
-                tenant=terms.tenant,
-                parent=header.parent[:PREFIX_BYTES],
-                last_used=self._uses,
-                state=header.state_bytes > 0,
-            )
-            self._extents[extent.id] = extent
-            self._places.setdefault(extent.representation, _Places()).enter(extent)
-            self._changed(extent, came=True)
-        self._counters.add("bytes_written", image.nbytes)
-        return WriteOutcome(stored=True, reason="written")
+            return self._enter(header, region, representation, terms)
+
+    def reserve(self, nbytes: int) -> Region | None:
+        """Return room for an image to be made in place, or None where there is none; `adopt` or `let_go` takes it back."""
+        with self._lock:
+            if self._closed or not 0 < nbytes <= self._arena.capacity_bytes:
+                return None
+            region = self._make_room(nbytes)
+            if region is not None:
+                self._reserved_bytes += region.nbytes
+            return region
+
+    def let_go(self, region: Region) -> None:
+        """Give reserved room back."""
+        with self._lock:
+            self._reserved_bytes -= region.nbytes
+        region.release()
+
+    def adopt(self, region: Region, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> ExtentId | None:
+        """Take a whole image in, in the reserved room that it was made in, under a lease for the caller; None where its blocks
+        are here already or nothing is taken any more."""
+        header = decode_header(region.view, representation)
+        with self._lock:
+            self._reserved_bytes -= region.nbytes
+            if self._enter(header, region, representation, terms).reason != "written":
+                return None
+            extent = self._extents[ExtentId(self._next_id)]
+            extent.leases = 1
+            self._leased_bytes += region.nbytes
+            return extent.id
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:
         """Promise nothing: it could not be kept beyond the process."""
@@ -305,6 +313,7 @@ class MemoryTier:
                     if extent is None or not extent.state or extent.keys[-1] != key:
                         problems.append(Problem(f"memory, block {key.hex()[:16]}", "no state stands behind it"))
             held = sum(-(-extent.region.nbytes // ALIGNMENT) * ALIGNMENT for extent in self._extents.values())
+            held += self._reserved_bytes
             if held != self._arena.used_bytes:
                 problems.append(Problem("memory", f"extents hold {held} bytes, the arena counts {self._arena.used_bytes}"))
             leased = sum(extent.region.nbytes for extent in self._extents.values() if extent.leases)
@@ -327,12 +336,38 @@ class MemoryTier:
         self._counters.add(f"write_failed_{reason}")
         return WriteOutcome(stored=False, reason=reason)
 
+    def _enter(self, header: ExtentHeader, region: Region, representation: Representation, terms: Terms) -> WriteOutcome:
+        """Take over a region with a whole image, unless a twin has overtaken it. Under the lock."""
+        if self._closed or self._holds(header):
+            region.release()
+            return self._refused("stopped") if self._closed else WriteOutcome(stored=True, reason="present")
+        self._next_id += 1
+        self._uses += 1
+        extent = _Extent(
+            id=ExtentId(self._next_id),
+            representation=header.representation,
+            keys=header.keys,
+            header_bytes=header.layout(representation).header_bytes,
+            region=region,
+            created_ms=header.created_ms,
+            retention=terms.retention,
+            tenant=terms.tenant,
+            parent=header.parent[:PREFIX_BYTES],
+            last_used=self._uses,
+            state=header.state_bytes > 0,
+        )
+        self._extents[extent.id] = extent
+        self._places.setdefault(extent.representation, _Places()).enter(extent)
+        self._changed(extent, came=True)
+        self._counters.add("bytes_written", region.nbytes)
+        return WriteOutcome(stored=True, reason="written")
+
     def _holds(self, header: ExtentHeader) -> bool:
         return self._places.get(header.representation, _NOWHERE).holds(header.keys, state=header.state_bytes > 0)
 
     def _make_room(self, nbytes: int) -> Region | None:
         """Evict, oldest first, until `nbytes` lie free in one run; None, and nothing evicted, where leases leave too little."""
-        if nbytes > self._arena.capacity_bytes - self._leased_bytes:
+        if nbytes > self._arena.capacity_bytes - self._leased_bytes - self._reserved_bytes:
             return None
         region = self._arena.allocate(nbytes)
         if region is None:

@@ -91,6 +91,10 @@ class ServingEngine(ABC, Generic[S]):
                 sequence.aborted = True
         self._roster.wake.set()
 
+    def wake(self) -> None:
+        """Have the engine look again what can run: memory has come free."""
+        self._roster.wake.set()
+
     def load(self) -> EngineLoad:
         """See `Engine.load`."""
         with self._roster.lock:

@@ -14,6 +14,8 @@ KEEP_S_MOST = 366 * 86400
 def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
     """Raise ContextLengthExceeded or RequestError, naming the parameter, for a request that can never run."""
     prompt, context = len(request.prompt), info.context_tokens
+    if request.continued:
+        _refuse_continued(request, info)
     if prompt == 0:
         raise RequestError("the prompt has no tokens; send at least one", param="prompt")
     if prompt + 1 > context:
@@ -46,6 +48,14 @@ def refuse_impossible(request: GenerationRequest, info: EngineInfo) -> None:
     except ValueError as error:
         raise RequestError(f"{error}; use one of those in cache.retention", param="retention") from error
     refuse_wrong(request.sampling, info)
+
+
+def _refuse_continued(request: GenerationRequest, info: EngineInfo) -> None:
+    """Raise RequestError where nothing can follow what was chosen elsewhere."""
+    if not 0 <= min(request.continued) <= max(request.continued) < info.vocabulary:
+        raise RequestError(f"token ids must lie in 0 … {info.vocabulary - 1}", param="continued")
+    if len(request.continued) >= min(request.max_tokens, info.context_tokens - len(request.prompt)):
+        raise RequestError("the answer is as long as it may become already; nothing can follow it", param="continued")
 
 
 def refuse_wrong(sampling: Sampling, info: EngineInfo) -> None:

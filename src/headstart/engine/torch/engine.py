@@ -104,6 +104,7 @@ class TorchEngine(ServingEngine[Sequence]):
             self._counters,
             chunk_tokens=self._chunk_tokens,
             alone=deterministic,
+            memory=memory,
         )
         self._preemption = Preemption(roster, rooms, self._loads, self._endings, self._counters, patience_s=patience_s)
         self._admission = Admission(
@@ -129,7 +130,7 @@ class TorchEngine(ServingEngine[Sequence]):
             on_event=on_event,
             submitted_s=time.monotonic(),
             max_tokens=max_tokens,
-            tokens=list(request.prompt),
+            tokens=[*request.prompt, *request.continued],
             sampler=Sampler(
                 request.sampling,
                 prompt=request.prompt,
@@ -137,6 +138,7 @@ class TorchEngine(ServingEngine[Sequence]):
                 min_tokens=request.min_tokens,
                 stop_ids=request.stop_ids,
                 constraint=request.constraint,
+                continued=request.continued,
             ),
             use_cache=request.use_cache and self._bridge is not None,
             identity=self.identity(request.adapter),

@@ -102,6 +102,8 @@ class Rooms:
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.saving is not None:
             self.leaves(sequence.saving)
+        if sequence.request.sink is not None:
+            self.leaves(sequence.request.sink)
         sequence.release_kv()
 
     def _wanted(self, sequence: Sequence) -> int:

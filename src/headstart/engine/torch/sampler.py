@@ -30,7 +30,7 @@ _LEAST_TEMPERATURE = 1e-5  # below it, a draw takes the best anyway
 class Sampler:
     """One request's choices. Equal seeds give equal tokens for equal logits, whatever runs beside it.
 
-    `logprobs`: as in `GenerationRequest`. `stop_ids` are not chosen before `min_tokens` tokens were."""
+    `logprobs`, `continued`: as in `GenerationRequest`. `stop_ids` are not chosen before `min_tokens` tokens were."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class Sampler:
         min_tokens: int = 0,
         stop_ids: Collection[int] = (),
         constraint: Constraint | None = None,
+        continued: Sequence[int] = (),
     ) -> None:
         self.logprobs = logprobs
+        self._continued = tuple(continued)
         self._sampling = sampling
         self._prompt = prompt
         self._stop_ids = tuple(stop_ids)
@@ -63,16 +65,30 @@ class Sampler:
 
     def choose(self, logits: Tensor, best: int) -> int:
         """Return the next token for float32 logits [vocabulary], of which `best` has the largest, and remember it."""
+        if self._continued:
+            self._go_on(like=logits)
         scores = self._adjusted(logits)
         if self.greedy and scores is not logits:
             best = int(scores.argmax())
         token = best if self.greedy else self.draw(scores)
+        self._remember(token)
+        return token
+
+    def _remember(self, token: int) -> None:
         if self._penalties is not None:
             self._penalties.count(token)
         if self._constraint is not None:
             self._constraint.accept(token)
         self._unended = max(0, self._unended - 1)
-        return token
+
+    def _go_on(self, *, like: Tensor) -> None:
+        """Be as if the tokens that were chosen elsewhere had been chosen here. `like`: logits [vocabulary]."""
+        continued, self._continued = self._continued, ()
+        self._penalise(like)
+        for token in continued:
+            if self._generator is not None:  # a draw takes as many numbers from it whatever the shares are
+                torch.multinomial(torch.ones(like.numel(), dtype=torch.float64), 1, generator=self._generator)
+            self._remember(token)
 
     def draw(self, logits: Tensor) -> int:
         """Return a token drawn from float32 logits [vocabulary]; only for requests that are not greedy."""
@@ -94,9 +110,8 @@ class Sampler:
     def _adjusted(self, logits: Tensor) -> Tensor:
         """Return the logits with all that acts on them before a token is taken; themselves where nothing does."""
         sampling = self._sampling
-        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
-            if self._penalties is None:
-                self._penalties = _Penalties(sampling, self._prompt, like=logits)
+        self._penalise(logits)
+        if self._penalties is not None:
             logits = self._penalties.of(logits)
         if sampling.logit_bias:
             tokens, added = zip(*sampling.logit_bias, strict=True)
@@ -112,6 +127,14 @@ class Sampler:
                 held = ended.masked_fill(forbidden, float("-inf"))
             logits = held
         return logits
+
+    def _penalise(self, like: Tensor) -> None:
+        """Begin to count tokens where a penalty needs that."""
+        sampling = self._sampling
+        if self._penalties is None and (
+            sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        ):
+            self._penalties = _Penalties(sampling, self._prompt, like=like)
 
 
 class _Penalties:

@@ -14,6 +14,8 @@ from headstart.engine.serving.scheduler import Work
 from headstart.engine.serving.stepping import Steps
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
+from headstart.engine.torch.branches import BranchKV
+from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import Model
@@ -44,8 +46,10 @@ class Stepper(Steps[Sequence]):
         *,
         chunk_tokens: int,
         alone: bool,
+        memory: KVMemory,
     ) -> None:
         super().__init__(roster, loads, boundaries, endings, counters)
+        self._memory = memory
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._loads = loads
@@ -106,7 +110,9 @@ class Stepper(Steps[Sequence]):
         load = item.sequence.load
         if isinstance(load, PrefixLoad):  # every layer of it was waited for, so all of it is good
             self._loads.adopt(item.sequence, load.outcome())
-        return super()._advance(item)
+        before = super()._advance(item)
+        self._hand_over(item)
+        return before
 
     def _before_layer(self, work: Several[Work[Sequence]], layer: int) -> None:
         """Wait until the layer is there for all of the step, or give the step up: when nobody is left who wants it, or not
@@ -117,6 +123,26 @@ class Stepper(Steps[Sequence]):
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):
                 self._wait(item.sequence, partial(item.sequence.load.wait, layer))
+            if item.sequence.request.sink is not None and isinstance(item.sequence.kv, HostKV | BranchKV):
+                place = self._memory.shape.place(layer)
+                item.sequence.request.sink.computed(item.sequence.kv, layers=place, tokens=self._reached(item))
+
+    def _hand_over(self, item: Work[Sequence]) -> None:
+        """Say that every layer of what the pass computed is there. What lies on a device is copied to the host first; where
+        there is no memory for that now, it goes with the next pass, or not at all."""
+        kv, sink = item.sequence.kv, item.sequence.request.sink
+        layers, tokens = len(self._memory.shape.layers), item.sequence.computed
+        if sink is None or kv is None:
+            return
+        if not isinstance(kv, DeviceKV):
+            sink.computed(kv, layers=layers, tokens=tokens)
+            return
+        first = sink.begins_at()
+        host = self._memory.allocate_host(tokens - first) if tokens > first else None
+        if host is not None:
+            host.begin_with(kv, first=first, tokens=tokens - first)
+            sink.computed(host, layers=layers, tokens=tokens, first_tokens=first)
+            host.release()
 
     def _take_states(self, work: Several[Work[Sequence]]) -> None:
         """Wait until recurrent layers of those whose prefix is loaded stand behind it."""

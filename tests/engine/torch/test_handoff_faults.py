@@ -1,0 +1,257 @@
+"""Whatever becomes of the other worker or of the wire: the answer is that of one worker, and nothing is held for long."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+import pytest
+from handoff_kit import alone, pair, wire, worker
+from reference import ask, loaded, some_tokens
+
+from asking import eventually
+from headstart.cache.arriving import Arrival
+from headstart.engine.handoff import HandoffEngine
+from headstart.engine.handoff.outgoing import Outgoing
+from headstart.engine.handoff.receiving import Receiving
+from headstart.engine.torch.engine import TorchEngine
+from headstart.engine.torch.model import TorchModel
+from headstart.errors import WireError
+from headstart.transfer.wire.address import connect
+from headstart.transfer.wire.messages import Ask
+from headstart.transfer.wire.session import Session
+
+Folders = Callable[..., Path]
+PROMPT = some_tokens(300)
+SENT = 4 * 64 * 768  # bytes of KV, about: four blocks of the tiny model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_folder: Folders) -> Callable[[], TorchModel]:
+    found = loaded(tiny_model_folder("llama"))
+    return lambda: found
+
+
+@pytest.fixture
+def two(model: Callable[[], TorchModel], tmp_path: Path) -> Iterator[tuple[HandoffEngine, HandoffEngine]]:
+    with pair(model, tmp_path) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Callable[[], TorchModel]) -> list[int]:
+    with alone(model()) as engine:
+        answer = ask(engine, PROMPT, 6)
+        answer.result()
+        return answer.tokens
+
+
+def _right(two: tuple[HandoffEngine, HandoffEngine], at: str, wanted: list[int]) -> str:
+    """Ask, see that the answer is right and all is given back; return what was lost, "" for nothing."""
+    _, decode = two
+    for engine in two:
+        eventually(lambda engine=engine: engine.load().kv_used_bytes == 0)  # type: ignore[misc]
+        tier = engine._cache._sources[0].tier
+        tier.delete([one.id for one in tier.scan()], reason="user")
+    before = decode.load().counters
+    answer = ask(decode, PROMPT, 6, prefill_at=at)
+    last = answer.result()
+    assert (answer.tokens, last.finish) == (wanted, "length")
+    assert last.receipt is not None
+    assert last.receipt.cached_tokens == 0  # what came over the wire is no hit, however much of it did
+    tier = decode._cache._sources[0].tier
+    eventually(lambda: not any(one.leased for one in tier.scan()))
+    eventually(lambda: tier.check() == [])
+    after = decode.load().counters
+    lost = [name for name in after if name.startswith("handoff_lost") and after[name] > before.get(name, 0)]
+    return lost[0].removeprefix("handoff_lost_") if lost else ""
+
+
+def test_a_wire_that_is_cut_anywhere(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]) -> None:
+    prefill, _ = two
+    draw = random.Random(5)
+    for cut in [0, 30, 75, *(draw.randrange(SENT) for _ in range(5))]:
+        with wire(prefill.addresses[1], lambda at, data, cut=cut: data[: max(0, cut - at)]) as address:
+            assert _right(two, address, wanted) == "lost"
+    eventually(lambda: prefill.load().running == 0)
+
+
+def test_a_bit_that_flips_anywhere(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]) -> None:
+    prefill, _ = two
+    draw = random.Random(6)
+    for flip in [0, 7, 40, 80, *(draw.randrange(SENT) for _ in range(4))]:
+
+        def spoil(at: int, data: bytes, flip: int = flip) -> bytes:
+            spoilt = bytearray(data)
+            if at <= flip < at + len(data):
+                spoilt[flip - at] ^= 1 << flip % 8
+            return bytes(spoilt)
+
+        with wire(prefill.addresses[1], spoil) as address:
+            lost = _right(two, address, wanted)
+        assert lost in ("garbage", "version", "secret", "corrupt")
+
+
+def test_a_bit_that_flips_in_shared_memory(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Receiving._copy
+
+    def spoilt(self: Receiving, at: int, place: memoryview) -> None:
+        copy(self, at, place)
+        place[len(place) // 2] ^= 4
+
+    monkeypatch.setattr(Receiving, "_copy", spoilt)
+    assert _right(two, two[0].addresses[0], wanted) == "corrupt"
+
+
+@pytest.mark.parametrize("stall", [0, 75, SENT // 2])
+def test_a_peer_that_stalls(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], model: Callable[[], TorchModel], stall: int
+) -> None:
+    done = Event()
+
+    def spoil(at: int, data: bytes) -> bytes:
+        if at + len(data) > stall:
+            done.wait(30)
+            return b""
+        return data
+
+    with worker(model(), timeout_s=0.3) as decode, wire(two[0].addresses[1], spoil) as address:
+        assert _right((two[0], decode), address, wanted) == "stalled"
+        done.set()
+
+
+def test_an_address_where_nobody_answers(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], tmp_path: Path) -> None:
+    assert _right(two, f"ipc://{tmp_path}/nobody.sock", wanted) == "unreachable"
+    assert _right(two, f"ipc://{tmp_path}/nobody.sock, {two[0].addresses[1]}", wanted) == ""
+
+
+def test_what_arrived_before_the_end_is_used(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed = Arrival.landed
+
+    def lost(self: Arrival, layer: int, first: int) -> None:
+        landed(self, layer, first)
+        if self.arrived_tokens:
+            raise OSError("the line is dead")
+
+    prefill, decode = two
+    monkeypatch.setattr(Arrival, "landed", lost)
+    answer = ask(decode, PROMPT, 6, prefill_at=prefill.addresses[1])
+    assert answer.result().finish == "length"
+    assert answer.tokens == wanted
+    counters = decode.load().counters
+    assert counters["cached_memory_tokens"] == counters["handoff_tokens"] == 128  # a pass
+    decode._counters.add("handoff_faults", -counters["handoff_faults"])  # the kit looks for those that nobody made
+
+
+def test_no_room_for_what_arrives(model: Callable[[], TorchModel], wanted: list[int], tmp_path: Path) -> None:
+    with pair(model, tmp_path, memory_bytes=4096) as (prefill, decode):
+        assert _right((prefill, decode), prefill.addresses[0], wanted) == ""
+        assert decode.load().counters["handoff_dropped_runs"] > 0
+        assert decode.load().counters["handoff_tokens"] == 0
+
+
+def test_who_goes_away_frees_what_is_computed_for_it(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = two
+    begun, go_on = Event(), Event()
+    computed = Outgoing.computed
+
+    def held(self: Outgoing, *arguments: object, **more: object) -> None:
+        begun.set()
+        go_on.wait(30)
+        computed(self, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Outgoing, "computed", held)
+    answer = ask(decode, PROMPT, 6, prefill_at=prefill.addresses[0], id="goes")
+    assert begun.wait(30)
+    decode.abort("goes")
+    assert answer.result().finish == "abort"
+    assert answer.tokens == []
+    go_on.set()
+    monkeypatch.undo()
+    eventually(lambda: prefill.load().running == 0 and prefill.load().kv_used_bytes == 0)
+    assert prefill.load().counters.get("handoff_given", 0) == 0
+    assert _right(two, prefill.addresses[0], wanted) == ""
+
+
+def test_the_computing_worker_ends(
+    two: tuple[HandoffEngine, HandoffEngine], model: Callable[[], TorchModel], wanted: list[int]
+) -> None:
+    _, decode = two
+    ending = worker(model(), listen=["tcp://127.0.0.1:0"])
+    answer = ask(decode, PROMPT, 6, prefill_at=ending.addresses[0])
+    ending.close()
+    assert answer.result().finish == "length"
+    assert answer.tokens == wanted
+    assert _right(two, ending.addresses[0], wanted) == "unreachable"
+
+
+def test_the_decoding_worker_ends_in_the_middle(
+    two: tuple[HandoffEngine, HandoffEngine], model: Callable[[], TorchModel]
+) -> None:
+    ending = worker(model())
+    answer = ask(ending, PROMPT, 6, prefill_at=two[0].addresses[0])
+    ending.close()
+    assert answer.result().finish in ("abort", "error", "length")
+    eventually(lambda: two[0].load().kv_used_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x80\x04cposix\nsystem\nq\x00X\x04\x00\x00\x00echoq\x01\x85q\x02Rq\x03.", b"GET / HTTP/1.1\r\n\r\n", bytes(100)],
+    ids=["a pickle", "HTTP", "zeros"],
+)
+def test_whatever_else_connects_is_shown_out(two: tuple[HandoffEngine, HandoffEngine], sent: bytes) -> None:
+    with connect(two[0].addresses[1], timeout_s=5) as stranger, suppress(OSError):  # it may close before it has read all
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(30)
+        assert stranger.recv(100) == b""
+    eventually(lambda: any(name.startswith("handoff_given_up") for name in two[0].load().counters))
+
+
+def test_a_question_that_is_none(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]) -> None:
+    prefill, _ = two
+    for request in (b"", b"\xc1", b"\x80"):
+        session = Session(connect(prefill.addresses[1], timeout_s=5), secret=b"", timeout_s=30, listening=False)
+        session.send(Ask(bytes(32), bytes(32), 0, 1 << 40, request))
+        session.close()
+    eventually(lambda: prefill.load().counters.get("handoff_given_up_garbage", 0) == 3)
+    assert _right(two, prefill.addresses[1], wanted) == ""
+
+
+def test_the_first_token_goes_before_all_kv_and_the_answer_goes_on_behind_it(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = Outgoing.next
+
+    def token_first(self: Outgoing, timeout_s: float) -> object:
+        with self._condition:  # the KV waits here, as it might for a slow wire
+            self._condition.wait_for(lambda: self._events or self._closed, 30)
+        monkeypatch.setattr(Outgoing, "next", sends)
+        return sends(self, timeout_s)
+
+    def never(self: Receiving, message: object) -> None:
+        raise WireError("the wire is cut", reason="lost")
+
+    monkeypatch.setattr(Outgoing, "next", token_first)
+    monkeypatch.setattr(Receiving, "_pieces", never)
+    assert _right(two, two[0].addresses[0], wanted) == "lost"
+    assert two[1].inner.load().counters["generated_tokens"] == 5
+
+
+def test_an_engine_alone_is_not_changed(model: Callable[[], TorchModel], wanted: list[int]) -> None:
+    engine: TorchEngine
+    with alone(model()) as engine:
+        answer = ask(engine, PROMPT, 6, continued=tuple(wanted[:2]))
+        assert answer.result().finish == "length"
+        assert answer.tokens == wanted[2:]
