@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 from handoff_kit import alone, pair, wire, worker
@@ -21,8 +22,8 @@ from headstart.engine.handoff.receiving import Receiving
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
 from headstart.errors import WireError
-from headstart.transfer.wire.address import connect
-from headstart.transfer.wire.messages import Ask
+from headstart.transfer.wire.address import connect, listen
+from headstart.transfer.wire.messages import Accept, Ask, Beat
 from headstart.transfer.wire.session import Session
 
 Folders = Callable[..., Path]
@@ -124,6 +125,44 @@ def test_a_peer_that_stalls(
     with worker(model(), timeout_s=0.3) as decode, wire(two[0].addresses[1], spoil) as address:
         assert _right((two[0], decode), address, wanted) == "stalled"
         done.set()
+
+
+def test_a_peer_that_gets_no_further(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], model: Any) -> None:
+    with listen("tcp://127.0.0.1:0")[0] as listener:
+
+        def beat() -> None:
+            session = Session(listener.accept()[0], secret=b"", timeout_s=30, listening=True)
+            with suppress(WireError):
+                assert isinstance(session.receive(), Ask)
+                session.send(Accept())
+                while True:
+                    session.send(Beat())
+            session.close()
+
+        beating = Thread(target=beat)
+        beating.start()
+        at = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with worker(model(), timeout_s=0.05) as decode:
+            assert _right((two[0], decode), at, wanted) == "stalled"
+        beating.join(30)
+        assert not beating.is_alive()
+
+
+def test_what_was_said_in_another_session_is_not_taken(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]) -> None:
+    said = bytearray()
+
+    def note(at: int, data: bytes) -> bytes:
+        said.extend(data)
+        return data
+
+    with wire(two[0].addresses[1], note) as address:
+        assert _right(two, address, wanted) == ""
+    whole = bytes(said)
+    # The same bytes once more, and once more with the handshake that this session asks for.
+    with wire(two[0].addresses[1], lambda at, data: whole[at : at + len(data)].ljust(len(data), b"\0")) as address:
+        assert _right(two, address, wanted) == "secret"
+    with wire(two[0].addresses[1], lambda at, data: data[: max(0, 72 - at)] + whole[max(72, at) : at + len(data)]) as address:
+        assert _right(two, address, wanted) == "corrupt"
 
 
 def test_an_address_where_nobody_answers(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], tmp_path: Path) -> None:

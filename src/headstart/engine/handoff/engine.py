@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 MOST_AT_ONCE = 64
 _CONNECT_S = 2.0
 _MOST_ADDRESSES = 4
+_PATIENCE = 6  # times the timeout: so long another worker may say that it is there and get no further
 _LEAST_SECRET_BYTES = 16
 
 
@@ -202,7 +203,7 @@ class _Handoff:
         self._session: Session | None = None
         self._aborted = False
         self._arrival: Arrival | None = None
-        self._told: Result | None = None  # the last thing that was told: the first token, or why there is none
+        self._told: Result | None = None  # the first token, or that the answer ended before any
         self._token_s: float | None = None
         self._stored: dict[str, int] = {}
         self._notes: list[str] = []
@@ -218,8 +219,7 @@ class _Handoff:
         """Have the prompt computed elsewhere as far as that goes, then go on here."""
         counters = self._engine._counters
         try:
-            self._hand_over()
-            counters.add("handoff_taken")
+            counters.add("handoff_taken" if self._hand_over() else "handoff_needless")
         except WireError as error:
             if not self._aborted:
                 counters.add(f"handoff_lost_{error.reason}")
@@ -237,7 +237,8 @@ class _Handoff:
             sentence = error.message if isinstance(error, RequestError) else "an internal error ended this request"
             self._end(TokenEvent(None, "error", self._receipt(), sentence))
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> bool:
+        """Have the prompt computed elsewhere; return whether there was anything to compute but the rest of a block."""
         request, engine = self._request, self._engine
         identity = engine.identity(request.adapter)
         self._arrival = arrival = engine._cache.expect(
@@ -250,21 +251,25 @@ class _Handoff:
         if arrival is None:
             raise WireError("this worker has no memory tier to take KV in, or its model keeps states", reason="no_room")
         self._stored = arrival.stored_by_tier
+        if arrival.stored_tokens == arrival.pieces * engine._cache.representation.piece_tokens:
+            return False
         session = self._connected()
         try:
             with self._lock:
                 self._session = session
                 if self._aborted:
-                    return
+                    return False
             receiving = Receiving(
                 session,
                 arrival,
                 vocabulary=engine.info.vocabulary,
                 counters=engine._counters,
                 on_result=self._on_result,
+                patience_s=_PATIENCE * engine._timeout_s,
             )
             asked = Asked.of(request, deadline_s=self._left_s())
             receiving.run((identity or engine._cache.identity).root(), encoded(asked))
+            return True
         finally:
             with self._lock:
                 self._session = None
@@ -292,6 +297,8 @@ class _Handoff:
             if told.progress is not None and self._request.progress:
                 self._emit(TokenEvent(None, progress=told.progress))
             return
+        if told.finish in ("error", "abort"):
+            raise WireError(f"the other worker could not compute it: {(told.error or 'it ended it')[:512]}", reason="failed")
         self._told = told
         if told.token is not None and told.finish == "length":
             self._token_s = time.monotonic() - self._started_s
@@ -305,8 +312,7 @@ class _Handoff:
 
     def _go_on(self) -> None:
         """Give the rest to the engine: behind the first token where there is one, else all of it."""
-        request, told = self._request, self._told
-        first = told if told is not None and told.finish in ("stop", "length") else None
+        request, first = self._request, self._told
         if self._aborted:
             self._end(TokenEvent(None, "abort", self._receipt()))
             return
@@ -411,7 +417,7 @@ def opened(inner: ServingEngine[Any], cache: PrefixCache | None, config: Config)
             'a worker that computes prompts for others must be reached: give --handoff-listen "ipc:///run/headstart.sock"',
             key="handoff.listen",
         )
-    return HandoffEngine(
+    engine = HandoffEngine(
         inner,
         cache,
         role=config.server.role,
@@ -419,6 +425,9 @@ def opened(inner: ServingEngine[Any], cache: PrefixCache | None, config: Config)
         secret=b"" if settings.secret is None else _secret(settings.secret),
         timeout_s=settings.timeout_s,
     )
+    where = f", other workers ask for prompts at {', '.join(engine.addresses)}" if engine.addresses else ""
+    _log.info("role %s%s", engine.role, where)
+    return engine
 
 
 def _secret(file: Path) -> bytes:

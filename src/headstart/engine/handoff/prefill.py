@@ -25,7 +25,7 @@ from headstart.engine.handoff.asking import LEAST_ASK_BYTES, Asked, Result, aske
 from headstart.engine.handoff.outgoing import Outgoing, Part
 from headstart.errors import RequestError, WireError
 from headstart.metrics import Counters
-from headstart.transfer.wire.address import listen
+from headstart.transfer.wire.address import leave, listen
 from headstart.transfer.wire.messages import Accept, Ask, Beat, End, Pieces, Refuse, Sealing, Taken, Told
 from headstart.transfer.wire.session import Session
 from headstart.transfer.wire.window import Places, Window
@@ -69,7 +69,6 @@ class PrefillServer:
         self._sessions: set[Session] = set()
         self._threads: set[Thread] = set()
         self._listeners: list[socket.socket] = []
-        self._paths: list[str] = []
         bound = []
         try:
             for address in addresses:
@@ -93,6 +92,8 @@ class PrefillServer:
             with suppress(OSError):  # wakes the thread that waits in it
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
+        for address in self.addresses:
+            leave(address)
         for session in sessions:
             session.cut()
         ends = time.monotonic() + _CLOSE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -29,7 +30,11 @@ class Receiving:
         vocabulary: int,
         counters: Counters,
         on_result: Callable[[Result], None],
+        patience_s: float,
     ) -> None:
+        """`patience_s`: how long the other side may say that it is there and get no further."""
+        self._patience_s = patience_s
+        self._got_further_s = time.monotonic()
         self._session = session
         self._arrival = arrival
         self._vocabulary = vocabulary
@@ -73,6 +78,11 @@ class Receiving:
             self._on_result(result(message.result, vocabulary=self._vocabulary))
         elif not isinstance(message, Beat):
             raise WireError(f"{type(message).__name__} was not expected", reason="garbage")
+        elif time.monotonic() - self._got_further_s > self._patience_s:
+            raise WireError(f"the other worker has got no further for {self._patience_s:g} s", reason="stalled")
+        else:
+            return
+        self._got_further_s = time.monotonic()
 
     def _pieces(self, message: Pieces) -> None:
         try:

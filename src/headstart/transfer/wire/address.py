@@ -34,11 +34,8 @@ def listen(address: str) -> tuple[socket.socket, str]:
         if port is None:
             _remove_left(host)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            before = os.umask(0o177)
-            try:
-                listener.bind(host)
-            finally:
-                os.umask(before)
+            listener.bind(host)
+            os.chmod(host, 0o600)  # nobody connects before it listens
             listener.listen(_BACKLOG)
             return listener, address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,6 +47,14 @@ def listen(address: str) -> tuple[socket.socket, str]:
         raise ConfigError(
             f"nothing can listen on {address}: {error.strerror or error}; choose another handoff.listen", key="handoff.listen"
         ) from error
+
+
+def leave(address: str) -> None:
+    """Remove what `listen` made. Never raises."""
+    host, port = parse_endpoint(address)
+    if port is None:
+        with suppress(OSError):
+            os.unlink(host)
 
 
 def connect(address: str, *, timeout_s: float) -> socket.socket:
