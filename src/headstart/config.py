@@ -60,6 +60,16 @@ class CacheConfig:
         "10%"
     )
     memory: Annotated[Size, Meta(description='of the memory tier in front of the disk; "0" turns it off')] = "2GiB"
+    node_memory: Annotated[
+        Size,
+        Meta(
+            description='of one memory tier for all processes of the machine, which stays when they end; "0": each has its own'
+        ),
+    ] = "0"
+    node_directory: Annotated[
+        Path | None,
+        Meta(description="where that lies, on a file system in memory; /dev/shm/headstart-UID by default"),
+    ] = None
     retention: Annotated[
         Spans, Meta(description="how long each class of prompts is promised to stay, and after how long it goes in any case")
     ] = RETENTION
@@ -109,6 +119,11 @@ class CacheConfig:
         """The directories of the disk tier, at least one."""
         paths = self.directory if isinstance(self.directory, tuple) else (self.directory,)
         return tuple(path.expanduser() for path in paths)
+
+    @property
+    def node_path(self) -> Path:
+        """The directory of the memory tier that all processes of this user on this machine share."""
+        return Path(f"/dev/shm/headstart-{os.geteuid()}") if self.node_directory is None else self.node_directory.expanduser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +255,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Names of engine, server, pool and object store settings are clear without their section; else `cache` is kept, or
-        --memory would mislead."""
+        """Names of engine, server, node, pool and object store settings are clear without their section; else `cache` is kept,
+        or --memory would mislead."""
         if self.switches_off:
             return "--no-" + self.key.removesuffix(".enabled")
         name = self.key.removeprefix("engine.").removeprefix("server.")
-        name = name.removeprefix("cache.") if name.startswith(("cache.pool", "cache.object_")) else name
+        name = name.removeprefix("cache.") if name.startswith(("cache.pool", "cache.object_", "cache.node_")) else name
         return "--" + name.replace(".", "-").replace("_", "-")
 
     @property

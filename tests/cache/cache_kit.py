@@ -25,6 +25,7 @@ class SpotTier:
     `reads` records (extent, offset, nbytes) of every range asked for."""
 
     trusted = False
+    in_memory = False
 
     def __init__(self, inner: Tier, *, name: str = "disk") -> None:
         self.inner = inner

@@ -140,6 +140,7 @@ def test_a_tier_whose_devices_are_all_gone_does_not_keep_memory_from_taking_a_pr
 def test_a_state_on_a_device_whose_reads_hang_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Laned(MemoryTier):
         trusted = False
+        in_memory = False
         lanes = 2
 
         def lane(self, extent: ExtentId) -> int:

@@ -54,7 +54,7 @@ class WriteBudget:
         of each piece; `present`: which pieces are there; `own`: how many this very request asked for before. `ends`: fewer are
         of use only where they are so many; empty, any number is."""
         everything = len(present)
-        if self._budget_bytes is None or source.tier.trusted or source.tier.name in _NOT_OURS or present.all():
+        if self._budget_bytes is None or source.tier.in_memory or source.tier.name in _NOT_OURS or present.all():
             return everything
         now_s = time.monotonic()
         with counted(self._counters, source.tier, "statistics"):

@@ -21,6 +21,7 @@ from headstart.tier.devices.rooms import room_of, rooms_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.lookup_thread import Late, ask_apart
 from headstart.tier.memory import MemoryTier
+from headstart.tier.node import bytes_to_come, open_node_tier
 from headstart.tier.object import ObjectTier
 from headstart.tier.pool import PoolTier, Timing
 
@@ -51,13 +52,8 @@ def open_caches(
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
     budget_bytes: int | None = None
-    memory_bytes = parse_size(config.memory) if config.enabled else 0
-    if memory_bytes:
-        try:
-            tiers.append(MemoryTier(memory_bytes))
-        except (OSError, MemoryError, ValueError) as error:
-            warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
     if config.enabled:
+        tiers += _open_memory(config, warnings)
         require_budget(config.write_budget)
         try:
             if parse_size(config.capacity, of_bytes=ANY_DISK_BYTES):
@@ -106,6 +102,25 @@ def _publisher(endpoint: str) -> Publisher:
     publisher = Publisher(endpoint)
     _log.info("KV events at %s, what was missed of them at %s", publisher.endpoint, publisher.replay_endpoint)
     return publisher
+
+
+def _open_memory(config: CacheConfig, warnings: list[str]) -> list[Tier]:
+    """Return the node's memory tier, or where that is not asked for or cannot be had the process's own; at most one."""
+    node_bytes, memory_bytes = parse_size(config.node_memory), parse_size(config.memory)
+    if node_bytes:
+        try:
+            node = open_node_tier(config.node_path, capacity_bytes=node_bytes)
+        except (StoreError, OSError, ValueError) as error:
+            warnings.append(f"no memory tier for all processes until a restart: {error}")
+        else:
+            _log.info("memory tier of all processes: %s at %s", _size(node_bytes), config.node_path)
+            return [node]
+    if memory_bytes:
+        try:
+            return [MemoryTier(memory_bytes)]
+        except (OSError, MemoryError, ValueError) as error:
+            warnings.append(f"no memory tier of {config.memory}: {error}; change cache.memory")
+    return []
 
 
 def _open_disk(config: CacheConfig) -> DeviceTier:
@@ -185,6 +200,14 @@ def _open_object_store(config: CacheConfig) -> ObjectTier:
         found.extents,
     )
     return tier
+
+
+def memory_to_come(config: CacheConfig) -> int:
+    """Return how much memory the memory tier may take beyond what is taken by now, for whoever plans the rest."""
+    if not config.enabled:
+        return 0
+    node_bytes = parse_size(config.node_memory)
+    return bytes_to_come(config.node_path, node_bytes) if node_bytes else parse_size(config.memory)
 
 
 def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:

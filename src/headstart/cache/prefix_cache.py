@@ -97,7 +97,7 @@ class PrefixCache:
         self._closed = False
         self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
-        memory = self._sources[0].tier if len(self._sources) > 1 and self._sources[0].tier.trusted else None
+        memory = self._sources[0].tier if len(self._sources) > 1 and self._sources[0].tier.in_memory else None
         memory = memory if representation.state == "none" else None  # blocks alone are then of no use
         self._promoter = None if memory is None else Promoter(memory.name, representation, self._counters)
         self._finder = Finder(self._sources, representation, longest_read_s=load_timeout_s, counters=self._counters)

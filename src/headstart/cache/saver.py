@@ -211,7 +211,7 @@ class Saver:
     def _save(self, request: SaveRequest) -> SaveResult:
         keys = _keys_of(request)()
         state_bytes = max((state.nbytes for state in request.states.values()), default=0)
-        targets = [_Target(source) for source in self._sources if source.tier.trusted or not request.memory_only]
+        targets = [_Target(source) for source in self._sources if source.tier.in_memory or not request.memory_only]
         try:
             for target in targets:
                 target.quarantine.delete_corrupt()  # what was noted before, but could not be deleted then

@@ -1,6 +1,6 @@
 """A tier as the cache uses it: every failure is a counter and a miss, and no caller waits long for an answer.
 
-A tier that is not trusted lies on a medium that may hang; what an engine's thread asks of it is asked on a thread of the
+A tier that is not in memory lies on a medium that may hang; what an engine's thread asks of it is asked on a thread of the
 source's own, with patience. Memory is asked directly.
 """
 
@@ -37,12 +37,12 @@ class Source:
         self.tier = tier
         self._laned = tier if isinstance(tier, LanedTier) else None
         self._pools_lock = Lock()
-        self._pools = {0: IOPool(tier.name, threads=_COPY_THREADS if tier.trusted else _READ_THREADS)}
+        self._pools = {0: IOPool(tier.name, threads=_COPY_THREADS if tier.in_memory else _READ_THREADS)}
         self.quarantine = Quarantine(tier, counters)
         self.counters = counters
         self._patience_s = patience_s
         self._closed = False
-        self._lookups = None if tier.trusted else LookupThread(tier.name)
+        self._lookups = None if tier.in_memory else LookupThread(tier.name)
 
     @property
     def writes_at_once(self) -> int:

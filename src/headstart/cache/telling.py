@@ -183,7 +183,7 @@ class Telling:
 
 
 def _medium(tier: Tier) -> str:
-    return MEMORY if tier.trusted else STORAGE
+    return MEMORY if tier.in_memory else STORAGE
 
 
 def _batched(events: Iterable[Event]) -> Iterator[list[Event]]:

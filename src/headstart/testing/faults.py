@@ -60,6 +60,7 @@ class FaultyTier:
     `read_bytes_per_s`: a slow device: reads come at that rate, all of them together and one after the other, until `heal`."""
 
     trusted = False
+    in_memory = False
 
     def __init__(self, inner: Tier, *faults: Fault, stall_s: float = 20.0) -> None:
         self.inner = inner

@@ -209,6 +209,7 @@ class Problem:
 class Tier(Protocol):
     name: str
     trusted: bool  # bytes come from this process's own memory and need no verification
+    in_memory: bool  # they lie in this machine's memory: no medium to wait for, to wear out or to bring them from
 
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes, given how much of it is a boundary state."""

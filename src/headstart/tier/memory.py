@@ -105,6 +105,7 @@ class MemoryTier:
 
     name = "memory"
     trusted = True
+    in_memory = True
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < ALIGNMENT:

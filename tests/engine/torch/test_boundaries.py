@@ -34,6 +34,7 @@ class RottenStates:
     """A tier that stands for a disk, on which every state that is `bad` reads as it should not."""
 
     trusted = False
+    in_memory = False
     name = "disk"
 
     def __init__(self, state_bytes: int) -> None:

@@ -163,7 +163,8 @@ def test_what_vllm_cannot_do_is_refused_and_what_it_does_not_take_is_put_in_its_
 
 def test_vllm_is_started_with_the_connector_and_our_settings(config: Config, folder: Path, tmp_path: Path) -> None:
     adapters = replace(config.engine, adapters="sql=/srv/sql", context=300, vllm_arguments="--max-num-seqs 3 --name 'a b'")
-    engine = open_engine(folder, replace(config, engine=adapters), on_progress=lambda stage, fraction: None)
+    shared = replace(config.cache, pool=tmp_path / "pool", node_memory="8MiB")
+    engine = open_engine(folder, replace(config, engine=adapters, cache=shared), on_progress=lambda stage, fraction: None)
     engine.close()
     arguments = noted(tmp_path)[0]
     transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
@@ -171,7 +172,7 @@ def test_vllm_is_started_with_the_connector_and_our_settings(config: Config, fol
     assert transfer["kv_load_failure_policy"] == "recompute"
     said = transfer["kv_connector_extra_config"]
     assert (said["cache.directory"], said["cache.retention"]) == ([str(tmp_path / "kv")], "chat=7d..")
-    assert load_config(overrides=said).cache.directories == config.cache.directories
+    assert load_config(overrides=said).cache == replace(shared, directory=tmp_path / "kv", memory="2GiB")
     for pair in (["--max-model-len", "300"], ["--lora-modules", "sql=/srv/sql"], ["--max-num-seqs", "3"], ["--name", "a b"]):
         assert arguments[arguments.index(pair[0]) + 1] == pair[1]
     assert engine.info.adapters == ("sql",)

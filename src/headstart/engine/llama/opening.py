@@ -15,6 +15,7 @@ import numpy.typing as npt
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
+from headstart.cache.open import memory_to_come
 from headstart.config import Config, parse_size
 from headstart.engine.base import EngineInfo
 from headstart.engine.caching import open_told
@@ -227,7 +228,7 @@ def plan_memory(weights: Weights, sizes: StateSizes, config: Config, *, free: in
     if not weights.context_tokens and config.engine.context is None:
         wanted = 8192  # a recurrent model that names none
     free -= _COMPUTE_BYTES
-    memory_tier = min(parse_size(config.cache.memory), max(0, free // 4)) if config.cache.enabled else 0
+    memory_tier = min(memory_to_come(config.cache), max(0, free // 4))
     passage = max(_PASSAGE_PIECES * sizes.piece_bytes, min(_PASSAGE_BYTES, max(0, free // 16)))
     max_running = min(config.engine.max_running, MOST_SEQUENCES // 2 - 2)
     # Who has ended is held until it is saved; a recurrent model has a state for each.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS
+from headstart.cache.open import memory_to_come
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import Config, parse_adapters, parse_size
 from headstart.engine.base import EngineInfo
@@ -129,7 +130,7 @@ def _plan_memory(model: Model, config: Config) -> tuple[int, int]:
     if config.engine.kv_memory == "auto":
         free = available_bytes(model.device)
         if config.cache.enabled and model.device.type == "cpu":
-            free -= min(parse_size(config.cache.memory), free // 2)
+            free -= min(memory_to_come(config.cache), free // 2)
         capacity = min(config.engine.max_running * one, max(free // 4, min(one, free // 2)))
     else:
         capacity = parse_size(config.engine.kv_memory)

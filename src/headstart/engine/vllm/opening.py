@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headstart.errors import ConfigError, MissingExtra, ModelError
 
 _log = logging.getLogger(__name__)
 _NAME = "headstart"
+_NOT_ITS = ("enabled", "memory")  # settings of the cache that are not for vLLM
 _CHECK = (
     "import importlib.util as u, sys; "
     "sys.exit(0 if u.find_spec('vllm') and u.find_spec('headstart') else 3 if u.find_spec('headstart') else 4)"
@@ -68,17 +70,12 @@ def command(python: str, folder: Path, config: Config, *, port: int) -> list[str
 
 def transfer_config(config: Config) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for a configuration: the store that `serve` would have without vLLM."""
-    cache = config.cache
+    chosen = {
+        f"cache.{name}": value for name, value in asdict(config.cache).items() if name not in _NOT_ITS and value is not None
+    }
     extra: dict[str, Any] = {
-        "cache.directory": [str(path) for path in cache.directories],
-        "cache.capacity": cache.capacity,
-        "cache.min_free": cache.min_free,
-        "cache.retention": cache.retention,
-        "cache.quotas": cache.quotas,
-        "cache.durability": cache.durability,
-        "cache.write_budget": cache.write_budget,
-        "cache.load_timeout_s": cache.load_timeout_s,
-        "cache.kv_events": cache.kv_events,
+        **{key: str(value.expanduser()) if isinstance(value, Path) else value for key, value in chosen.items()},
+        "cache.directory": [str(path) for path in config.cache.directories],
         "models_directory": str(config.models_directory.expanduser()),
     }
     return {

@@ -59,6 +59,7 @@ class DeviceTier:
 
     name = DiskTier.name
     trusted = False
+    in_memory = False
 
     def __init__(self, members: Members, counters: Counters, *, look_s: float, retention: Retention | None = None) -> None:
         self._members = members

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -73,6 +73,9 @@ class DiskTier:
 
     name = "disk"
     trusted = False
+    in_memory = False
+    refresh_interval_s = REFRESH_INTERVAL_S  # how long what is not found counts as not there
+    refresh_wait_s = 0.0  # how long another thread's look at the others' journals is waited for
 
     def __init__(self, store: Store, others: Others, *, bypasses_page_cache: bool, clock: Callable[[], float]) -> None:
         self.bypasses_page_cache = bypasses_page_cache
@@ -82,7 +85,8 @@ class DiskTier:
         self._counters = store.counters
         self._closed = False
         self._refreshing = Lock()  # one thread follows the other journals at a time
-        self._look_due = clock() + REFRESH_INTERVAL_S
+        self._known = 0  # records of other processes that were taken over
+        self._look_due = clock() + self.refresh_interval_s
         self._reading = Reading(store, follow=lambda: self._follow(wait_s=FOLLOW_S))
         self._tending = Tending(store, self)
         store.follow = lambda: self._follow(wait_s=CHANGE_FOLLOW_S)
@@ -100,7 +104,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         retention: Retention | None = None,
-    ) -> DiskTier:
+    ) -> Self:
         """Open or create a cache directory and find again what it holds. Nothing is stored that would leave less than
         `min_free_bytes` to others on its file system, and nothing at all where there is a cache that may only be read. Raises
         FormatMismatch, TierUnavailable."""
@@ -158,10 +162,11 @@ class DiskTier:
 
     def locate(self, representation: bytes, keys: Sequence[bytes]) -> Placement:
         self._require_open()
-        found = self._located(representation, keys)
+        known, found = self._known, self._located(representation, keys)
         if self._clock() >= self._look_due and not found.holds(state=found.states is not None and bool(keys)):
             self.refresh()
-            found = self._located(representation, keys)
+            if self._known != known:
+                found = self._located(representation, keys)
         return found
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
@@ -301,9 +306,9 @@ class DiskTier:
 
     def refresh(self) -> None:
         """Take over what other processes did to the directory since the last look, removing it included."""
-        self._look_due = self._clock() + REFRESH_INTERVAL_S
+        self._look_due = self._clock() + self.refresh_interval_s
         self._store.recreate_if_lost()
-        self._follow()
+        self._follow(wait_s=self.refresh_wait_s)
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()
@@ -405,6 +410,7 @@ class DiskTier:
     def _take_over(self, records: Sequence[Record]) -> None:
         with self._store.lock:
             self._store.books.apply(records, own=False, now_ms=self._store.now_ms())
+            self._known += len(records)
             self._store.other_journals_bytes = self._others.allocated_bytes
             self._store.incomplete = self._others.incomplete
 

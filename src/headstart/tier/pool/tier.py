@@ -67,6 +67,7 @@ class PoolTier:
 
     name = "pool"
     trusted = False
+    in_memory = False
     # What it is called, and what to do where it is not there or silent: told in messages.
     _called, _medium = "pool", "file system"
     _to_make, _to_mend = "mount its file system, or make the directory", "look after its mount"
