@@ -24,6 +24,7 @@ from headstart.cli.lazy import LazyGroup
 from headstart.cli.lint import BROKEN
 from headstart.config import settings
 from headstart.errors import HeadstartError, RequestError
+from headstart.gateway import admin
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -68,7 +69,7 @@ def configuration() -> Iterator[str]:
 def raised() -> Iterator[str]:
     yield "| error | exit code | HTTP status | |"
     yield "|---|---|---|---|"
-    for module in (errors, api_errors):
+    for module in (errors, api_errors, admin):
         for name, kind in vars(module).items():
             if isclass(kind) and issubclass(kind, HeadstartError) and kind.__module__ == module.__name__:
                 status = str(kind.status) if issubclass(kind, RequestError) else ""
@@ -92,7 +93,8 @@ def test_every_exit_code_is_told() -> None:
 
 
 def test_every_endpoint_is_told() -> None:
-    source = (ROOT / "src/headstart/api/app.py").read_text()
+    applications = ("api/app.py", "gateway/app.py", "gateway/admin.py")
+    source = "".join((ROOT / "src/headstart" / file).read_text() for file in applications)
     paths = re.findall(r'Route\("([^"]+)"', source)
     assert len(paths) >= 7
     for path in paths:
@@ -120,7 +122,8 @@ def test_every_metric_is_told() -> None:
     shown = {"headstart_engine_prompt_tokens", "headstart_engine_generated_tokens"}  # under vLLM's names
     shown |= {f"headstart_engine_cached_{tier}_tokens" for tier in ("memory", "disk")}
     rooms = {f"headstart_{room}" for room in ROOMS}  # the prefixes themselves
-    wanted = {*own, *histograms, *counters()} - shown - rooms
+    router = re.findall(r'"(headstart_router_[a-z_]+)"', (ROOT / "src/headstart/gateway/metrics.py").read_text())
+    wanted = {*own, *histograms, *counters(), *router} - shown - rooms
     assert len(wanted) > 40
     told = set(re.findall(r"`((?:headstart_|vllm:)[a-z_0-9]+)", REFERENCE))
     assert sorted(wanted - told) == []

@@ -202,6 +202,10 @@ class ServerConfig:
         Literal["both", "prefill", "decode"],
         Meta(description="both, prefill (computes prompts for others) or decode (has prompts computed where a router says)"),
     ] = "both"
+    router_key: Annotated[
+        Path | None,
+        Meta(description="file with the secret of the router in front: who has it is believed whose requests are"),
+    ] = None
     canonical: Annotated[
         Rules, Meta(description='rules by which differences between requests that mean nothing are taken out; none: ""')
     ] = CANONICAL
@@ -229,6 +233,27 @@ class HandoffConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteConfig:
+    addresses: Annotated[
+        str,
+        Meta(description='addresses of workers, with spaces between: "http://10.0.0.5:8000 http://10.0.0.6:8000,role=decode"'),
+    ] = ""
+    tokenizer: Annotated[
+        str, Meta(description="alias, GGUF file, directory or hub name whose tokenizer counts prompts; empty asks workers")
+    ] = ""
+    max_workers: Annotated[int, Meta(ge=1, le=1024, description="workers that there may be at once")] = 64
+    blocks: Annotated[Count, Meta(description="blocks of which it is remembered which worker has them")] = 1 << 20
+    poll_s: Annotated[float, Meta(gt=0, le=60, description="how often each worker is asked how it is")] = 1.0
+    dead_after_s: Annotated[
+        float,
+        Meta(gt=0, le=600, description="after which a worker that is silent is taken out; what waits there is sent on"),
+    ] = 10.0
+    patience_s: Annotated[
+        float, Meta(ge=0, le=3600, description="how long a request waits for a worker while there is none that could take it")
+    ] = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: Annotated[str, Meta(min_length=1, description="alias, GGUF file, directory or hub name")] = "smollm2-135m"
     models_directory: Annotated[Path, Meta(description="where fetched and converted models lie")] = Path(
@@ -238,6 +263,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    route: RouteConfig = field(default_factory=RouteConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +281,11 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Names of engine, server, node, pool and object store settings are clear without their section; else `cache` is kept,
-        or --memory would mislead."""
+        """Names of engine, server, route, node, pool and object store settings are clear without their section; else `cache`
+        is kept, or --memory would mislead."""
         if self.switches_off:
             return "--no-" + self.key.removesuffix(".enabled")
-        name = self.key.removeprefix("engine.").removeprefix("server.")
+        name = self.key.removeprefix("engine.").removeprefix("server.").removeprefix("route.")
         name = name.removeprefix("cache.") if name.startswith(("cache.pool", "cache.object_", "cache.node_")) else name
         return "--" + name.replace(".", "-").replace("_", "-")
 

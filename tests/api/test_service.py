@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from api.serving import ByteRenderer, served
-from headstart.api import service as service_module
+from headstart.api import plumbing
 from headstart.api.dialects import chat, completions
 from headstart.api.errors import NotReady, TooManyWaiting
 from headstart.api.service import Service
@@ -133,14 +133,14 @@ def test_draining_waits_for_a_request_that_is_being_tokenised_and_refuses_it() -
 
 
 def test_bodies_are_bounded_together_and_forgotten_when_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "BODIES_BYTES", 100)
+    monkeypatch.setattr(plumbing, "BODIES_BYTES", 100)
     service = Service()
-    with service.holding_body() as first, service.holding_body() as second:
+    with service.bodies.holding() as first, service.bodies.holding() as second:
         first(60)
         with pytest.raises(TooManyWaiting, match="too large together") as caught:
             second(41)
         assert caught.value.retry_after_s == 1
-    with service.holding_body() as again:
+    with service.bodies.holding() as again:
         again(100)
     service.close()
 

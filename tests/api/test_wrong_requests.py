@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from api.serving import Running, running, served
-from headstart.api import app, service
+from headstart.api import app, plumbing
 from headstart.errors import ModelError
 from headstart.testing.fake_engine import FakeEngine
 
@@ -172,10 +172,10 @@ def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.Mon
 
 
 def test_bodies_that_are_too_large_together_are_a_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "BODIES_BYTES", 1000)
+    monkeypatch.setattr(plumbing, "BODIES_BYTES", 1000)
     status, error = post(server, {"messages": [{"role": "user", "content": "x" * 1000}]})
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
-    assert server.service._body_bytes == 0
+    assert server.service.bodies.held_bytes == 0
 
 
 def test_a_large_body_is_parsed_beside_the_loop(server: Running) -> None:

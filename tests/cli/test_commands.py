@@ -41,8 +41,10 @@ def test_every_setting_of_a_server_is_a_flag_of_serve(capsys: pytest.CaptureFixt
 
     assert run_cli(["serve", "--help"]) == 0
     text = capsys.readouterr().out
+    assert run_cli(["route", "--help"]) == 0
+    of_router = capsys.readouterr().out
     for key, setting in settings().items():
-        assert key == "model" or f"  {setting.flag} " in text
+        assert key == "model" or f"  {setting.flag} " in (of_router if key.startswith("route.") else text)
     assert "[default: ]" not in text
 
 

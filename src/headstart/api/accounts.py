@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headstart.api.behalf import routed
+from headstart.api.errors import WrongKey
 from headstart.api.keyring import ANYBODY, Caller, Keyring
 from headstart.api.limits import Limits, Pace, Pass, Refusals
 from headstart.api.receipts import Receipts, Times, facts_of
@@ -84,6 +86,15 @@ class Account:
         self.status = 500
         self._close(self._entry("error"), None, [])
 
+    def settled(self, finish: Finish, *, first_token_s: float | None = None, answers: int = 1, **used: int) -> None:
+        """A worker is through with it, which said what was `used`, by the names of `Entry`; no engine here was asked."""
+        self.accounts.pace.landed()
+        self.leave.used(used.get("prompt", 0) + used.get("output", 0))
+        if finish == "abort" and self.status == 200:
+            self.status = GONE
+        total_s = time.monotonic() - self.arrived_s
+        self._close(self._entry(finish, answers=answers, first_token_s=first_token_s, total_s=total_s, **used), None, [])
+
     def ended(self, generation: Generation) -> None:
         """The engine is through with all answers and nobody reads them any more."""
         with self.accounts.guarded():
@@ -142,19 +153,23 @@ class Account:
 
 
 class Accounts:
-    """`keyring`: None lets everybody in. `log`: None keeps no usage log. `deadline_s`: the longest that a request may take.
-    `on_ended`: told of every request, for traces. `clock`: that limits go by."""
+    """`keyring`: None lets everybody in. `router_key`: whoever has it is a router, and says whose its requests are; where there
+    is one and no keyring, nobody else is let in. `log`: None keeps no usage log; what came by a router is in the router's.
+    `deadline_s`: the longest that a request may take. `on_ended`: told of every request, for traces. `clock`: that limits go
+    by."""
 
     def __init__(
         self,
         *,
         keyring: Keyring | None = None,
+        router_key: str | None = None,
         log: UsageLog | None = None,
         deadline_s: float | None = None,
         on_ended: Ended | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keyring = keyring
+        self.router_key = router_key
         self.log = log
         self.deadline_s = deadline_s
         self.pace = Pace()
@@ -167,7 +182,11 @@ class Accounts:
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return who sent these headers. Raises WrongKey."""
+        if self.router_key is not None and (caller := routed(headers, self.router_key)) is not None:
+            return caller
         if self.keyring is None:
+            if self.router_key is not None:
+                raise WrongKey("this server answers to its router alone; ask there", code="invalid_api_key")
             return ANYBODY
         return self.keyring.caller(headers.get("authorization", ""), headers.get("x-api-key", ""))
 
@@ -194,7 +213,7 @@ class Accounts:
         """Log, count and tell."""
         self._count(entry)
         line = self._refusals.line(entry) if entry.finish == "refused" else entry
-        if self.log is not None and line is not None:
+        if self.log is not None and line is not None and not account.caller.routed:
             self.log.add(line)
         if receipts:
             self.receipts.keep(entry.id, entry.tenant, _told(entry, times, receipts))

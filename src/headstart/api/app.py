@@ -4,45 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from headstart import __version__
 from headstart.api import metrics, openapi, receipts, roles, tokens
 from headstart.api.access import HostCheck, KeyCheck, caller_of, require_json
-from headstart.api.accounts import GONE, Account
+from headstart.api.accounts import Account
 from headstart.api.ask import Ask
 from headstart.api.dialects import chat, completions, messages, responses
 from headstart.api.dialects.base import About, Dialect
-from headstart.api.errors import BodyTooLarge, BodyTooSlow, NoSuchReceipt, error_response, plain_response, request_id_of
+from headstart.api.errors import NoSuchReceipt, request_id_of
 from headstart.api.generation import Generation
 from headstart.api.pieces import Piece, joined
+from headstart.api.plumbing import (
+    BODY_BYTES,
+    HANDLERS,
+    INLINE_BYTES,
+    RequestId,
+    json_response,
+    on_error,
+    on_gone,
+    read_body,
+    unless_gone,
+)
 from headstart.api.receipts import Times
 from headstart.api.served import Served
 from headstart.api.service import Service
+from headstart.api.state import worker_state
 from headstart.api.streaming import STALL_S, EventStream
-from headstart.errors import HeadstartError, RequestError
+from headstart.errors import RequestError
 
 log = logging.getLogger("headstart")
 T = TypeVar("T")
-
-BODY_BYTES = 32 << 20
-BODY_S = 60.0  # in which a body must have come
-INLINE_BYTES = 64 << 10  # parsed on the loop, in well under a millisecond
 
 
 def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIApp:
@@ -51,31 +56,36 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
 
     async def health(request: Request) -> Response:
         status, content = service.health()
-        return _json(content, status, {"retry-after": "2"} if status == 503 else None)
+        return json_response(content, status, {"retry-after": "2"} if status == 503 else None)
 
     async def ready(request: Request) -> Response:
         status, content = service.health()
-        return _json(
+        return json_response(
             {"ready": status == 200, "status": content["status"]}, status, None if status == 200 else {"retry-after": "2"}
         )
 
     async def version(request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def described(request: Request) -> Response:
-        return _json(openapi.description())
+        return json_response(openapi.description())
 
     async def scrape(request: Request) -> Response:
         caller_of(request).require_operator()
         text = await asyncio.to_thread(service.metrics.exposition)
         return Response(text, media_type=metrics.CONTENT_TYPE)
 
+    async def state(request: Request) -> Response:
+        caller_of(request).require_operator()
+        trusted = caller_of(request).routed
+        return json_response(await asyncio.to_thread(worker_state, service, trusted=trusted))
+
     async def models(request: Request) -> Response:
         names = service.names
-        return _json({"object": "list", "data": [service.model_object(name) for name in names]})
+        return json_response({"object": "list", "data": [service.model_object(name) for name in names]})
 
     async def model(request: Request) -> Response:
-        return _json(service.model_object(request.path_params["name"]))
+        return json_response(service.model_object(request.path_params["name"]))
 
     async def receipt(request: Request) -> Response:
         id = request.path_params["id"]
@@ -85,14 +95,14 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
                 f"there is no request {id[:64]!r}; receipts are kept for an hour, of the latest {receipts.MOST}",
                 code="not_found",
             )
-        return _json(told)
+        return json_response(told)
 
     @asynccontextmanager
     async def body_of(request: Request) -> AsyncIterator[bytes]:
         """Read the body of what needs no engine, within the limits of its caller's key."""
         caller = caller_of(request)
-        with service.accounts.admitted(caller), service.holding_body() as more:
-            yield await _body(request, more, most=caller.body_bytes(BODY_BYTES))
+        with service.accounts.admitted(caller), service.bodies.holding() as more:
+            yield await read_body(request, more, most=caller.body_bytes(BODY_BYTES))
 
     async def why(request: Request) -> Response:
         id = request.path_params["id"]
@@ -102,7 +112,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
                 f"there is no request {id[:64]!r} that has ended; prompts are remembered for an hour, as far as there is room",
                 code="not_found",
             )
-        return _json(told)
+        return json_response(told)
 
     async def token_ids(request: Request) -> Response:
         id = request.path_params["id"]
@@ -111,28 +121,28 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             why = "is remembered" if service.asked.keep_ids else "has its token ids kept (server.keep_prompts)"
             raise NoSuchReceipt(f"there is no request {id[:64]!r} that {why}", code="not_found")
         ids = found.ids[: found.prompt_tokens].tolist()
-        return _json({"id": id, "object": "headstart.tokens", "prompt_token_ids": ids})
+        return json_response({"id": id, "object": "headstart.tokens", "prompt_token_ids": ids})
 
     async def response(request: Request) -> Response:
         id, tenant = request.path_params["id"], caller_of(request).tenant
         if request.method == "DELETE":
             service.conversations.forget(id, tenant)
-            return _json({"id": id, "object": "response", "deleted": True})
+            return json_response({"id": id, "object": "response", "deleted": True})
         return Response(service.conversations.told(id, tenant), media_type="application/json")
 
     async def cancel(request: Request) -> Response:
         id = request.path_params["id"]
         service.cancel(id, caller_of(request).tenant)
-        return _json({"id": id, "object": "response", "status": "cancelled", "output": []})
+        return json_response({"id": id, "object": "response", "status": "cancelled", "output": []})
 
     async def role(request: Request) -> Response:
         caller_of(request).require_operator()
         served = service.require_served()
         if request.method == "GET":
-            return _json(roles.role_of(served))
+            return json_response(roles.role_of(served))
         require_json(request.headers)
         async with body_of(request) as body:
-            return _json(roles.change_role(served, body))
+            return json_response(roles.change_role(served, body))
 
     def telling(work: Callable[[Served, bytes], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that answers with what `work` makes of a body, beside the loop."""
@@ -141,7 +151,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             require_json(request.headers)
             served = service.require_served()
             async with body_of(request) as body:
-                return _json(dict(await service.off_loop(work, served, body)))
+                return json_response(dict(await service.off_loop(work, served, body)))
 
         return tell
 
@@ -155,7 +165,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
         served = service.require_served()
         async with body_of(request) as body:
             ask = replace(messages.parse_to_count(body, request.headers), caller=caller_of(request))
-            return _json({"input_tokens": await service.off_loop(service.count, served, ask)})
+            return json_response({"input_tokens": await service.off_loop(service.count, served, ask)})
 
     def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         return partial(answer, dialect)
@@ -188,14 +198,14 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
                 stream = EventStream(generation, shape, timing | _canonical(generation), stall_s=stall_s)
                 until_answered.pop_all()  # the stream ends it
                 return stream
-            answers = await _unless_gone(request, _whole(generation))
+            answers = await unless_gone(request, _whole(generation))
         if answers is None:
-            return await _on_gone(request, ClientDisconnect())
-        return _json(shape.whole(answers, generation.usage()), headers=_timing(generation) | _canonical(generation))
+            return await on_gone(request, ClientDisconnect())
+        return json_response(shape.whole(answers, generation.usage()), headers=_timing(generation) | _canonical(generation))
 
     async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Generation]:
-        with service.holding_body() as more:
-            body = await _body(request, more, most=account.caller.body_bytes(BODY_BYTES))
+        with service.bodies.holding() as more:
+            body = await read_body(request, more, most=account.caller.body_bytes(BODY_BYTES))
             # A large body would hold up everybody's streams for as long as it takes to read what stands in it.
             on_loop = len(body) <= INLINE_BYTES
             ask = (
@@ -215,6 +225,7 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/openapi.json", described),
             Route("/metrics", scrape),
             Route("/v1/headstart/role", role, methods=["GET", "PATCH"]),
+            Route("/v1/headstart/worker", state),
             Route("/v1/headstart/requests/{id}", receipt),
             Route("/v1/headstart/requests/{id}/why", why),
             Route("/v1/headstart/requests/{id}/tokens", token_ids),
@@ -232,48 +243,15 @@ def build_app(service: Service, *, host: str, stall_s: float = STALL_S) -> ASGIA
             Route("/tokenize", telling(tokens.tokenise), methods=["POST"]),
             Route("/detokenize", telling(tokens.detokenise), methods=["POST"]),
         ],
-        exception_handlers={
-            HeadstartError: _on_error,
-            HTTPException: _on_http_error,
-            ClientDisconnect: _on_gone,
-            Exception: _on_bug,
-        },
+        exception_handlers=HANDLERS,
     )
-    checked = KeyCheck(app, service.accounts, on_error=_on_error)
-    return _RequestId(HostCheck(checked, host=host))  # the id outside of everything, so that the answer to a bug has its id too
+    checked = KeyCheck(app, service.accounts, on_error=on_error)
+    return RequestId(HostCheck(checked, host=host))  # the id outside of everything, so that the answer to a bug has its id too
 
 
 def _canonical(generation: Generation) -> dict[str, str]:
     """Return the header that names the rules of canonical form that changed something."""
     return {"x-headstart-canonical": ", ".join(sorted(generation.acted))} if generation.acted else {}
-
-
-async def _body(request: Request, more: Callable[[int], None], *, most: int) -> bytes:
-    """Return the body, each piece announced to `more`. Raises BodyTooLarge as soon as it is known to have more than `most`
-    bytes, without the rest, and BodyTooSlow when it takes too long."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await _read(request, more, most)
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body did not come within {BODY_S:g} s; send it faster", code="request_timeout") from error
-
-
-async def _read(request: Request, more: Callable[[int], None], most: int) -> bytes:
-    told = request.headers.get("content-length", "")
-    size = int(told) if told.isdecimal() else 0
-    chunks: list[bytes] = []
-    if size <= most:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > most:
-                break
-            more(len(chunk))
-            chunks.append(chunk)
-    if size > most:
-        limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
-        raise BodyTooLarge(f"the body is larger than {limit}", code="request_too_large")
-    return b"".join(chunks)
 
 
 async def _whole(generation: Generation) -> list[Piece]:
@@ -282,83 +260,8 @@ async def _whole(generation: Generation) -> list[Piece]:
     return [joined([piece for piece in pieces if piece.index == answer.index]) for answer in generation.answers]
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what `work` returns, or None, with the work cancelled, when the client goes away first."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        leaving.cancel()
-
-
-class _RequestId:
-    """Give every answer an x-request-id: the client's own if it is short and plain, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        request_id = given if re.fullmatch(rb"[\w.:-]{1,128}", given) else f"req_{uuid.uuid4().hex}".encode()
-
-        scope["headstart.request_id"] = request_id.decode()
-        anthropic = str(scope["path"]).startswith("/v1/messages")  # whose clients know it by another name
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                named = [b"x-request-id", *([b"request-id"] if anthropic else [])]
-                message["headers"] = [*message["headers"], *((name, request_id) for name in named)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HeadstartError)
-    if not isinstance(error, RequestError):  # not the client's doing, and it may name folders of this machine
-        log.error("a request failed: %s", error.message, exc_info=error)
-        return await _on_bug(request, error)
-    return error_response(error, request.scope)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    there = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
-    said = {
-        404: f"there is no {request.url.path[:64]} here; there are {there}",
-        405: f"{request.method[:16]} does not go with {request.url.path[:64]}",
-    }
-    headers = dict(error.headers) if error.headers else None
-    return plain_response(error.status_code, said.get(error.status_code, error.detail), request.scope, headers)
-
-
-async def _on_gone(request: Request, error: Exception) -> Response:
-    """The client went away; nobody reads this, and the log says "abort" where there was something to abort."""
-    return Response(status_code=GONE)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """The error itself is for the log; of a bug the server writes the traceback there."""
-    return plain_response(500, "the server failed on this request; its log has the details", request.scope)
-
-
 def _timing(generation: Generation) -> dict[str, str]:
     receipt = generation.answers[0].receipt
     if receipt is None:
         return {}
     return {"server-timing": Times.of(receipt, tokenise_s=generation.account.tokenise_s).header}
-
-
-def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

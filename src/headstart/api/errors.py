@@ -99,6 +99,18 @@ class NotReady(RequestError):
     status = 503
 
 
+class NoWorker(RequestError):
+    """The router knows no worker that could take a request now."""
+
+    status = 503
+
+
+class WorkerFailed(RequestError):
+    """The workers that a router gave a request to failed on it."""
+
+    status = 502
+
+
 class GenerationFailed(RequestError):
     """The engine ended a request with an error after it had accepted it."""
 

@@ -22,10 +22,12 @@ _log = logging.getLogger("headstart")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. Without keys everybody is the same, and has no name."""
+    """Who sent a request. Without keys everybody is the same, and has no name. `routed`: a router sent it, and said whose it
+    is; the router accounts for it."""
 
     tenant: str = ""
     key: Key | None = None
+    routed: bool = False
 
     @property
     def key_id(self) -> str:

@@ -47,7 +47,7 @@ def requests_of(
         progress=ask.progress,
         deadline_s=deadline_s,
         # Whoever may say where this worker connects to: a router, or whoever runs the server.
-        prefill_at=ask.handling.prefill_at if ask.caller.operator and ask.n == 1 else None,
+        prefill_at=ask.handling.prefill_at if (ask.caller.operator or ask.caller.routed) and ask.n == 1 else None,
         constraint=answering.constraint(),
     )
     if ask.n == 1:

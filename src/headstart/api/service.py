@@ -12,9 +12,8 @@ import difflib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,11 +23,12 @@ from headstart.api.answering import Answering
 from headstart.api.ask import Ask
 from headstart.api.asked import AskedPrompts
 from headstart.api.conversations import Conversations
-from headstart.api.errors import AlreadyEnded, DeadlinePassed, ModelNotFound, TooManyWaiting
+from headstart.api.errors import AlreadyEnded, DeadlinePassed, ModelNotFound
 from headstart.api.generation import Answer, Generation
 from headstart.api.life import Life
 from headstart.api.metrics import Metrics
 from headstart.api.pieces import Piece
+from headstart.api.plumbing import Bodies
 from headstart.api.prompting import Prompt, Prompting
 from headstart.api.remarks import Remarks, request_line
 from headstart.api.requests import requests_of
@@ -45,7 +45,6 @@ log = logging.getLogger("headstart")
 T = TypeVar("T")
 
 KEEPALIVE_S = 10.0
-BODIES_BYTES = 128 << 20  # of all bodies that are being read, parsed or tokenised
 _LANDING_S = 2.0  # that aborted requests may take to end
 
 
@@ -72,6 +71,7 @@ class Service(Life):
         self.accounts = accounts or Accounts()
         self.metrics = Metrics(self)
         self.created = int(time.time())
+        self.instance = uuid.uuid4().hex  # of this process: a router sees by it that all is forgotten
         self._max_waiting = max_waiting
         self.prompting = Prompting(canonical)
         self._longest_promise_s = longest_promise_s
@@ -79,7 +79,7 @@ class Service(Life):
         self._flights: dict[str, Generation] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
         self._remarks = Remarks()
-        self._body_bytes = 0
+        self.bodies = Bodies()
         self._told_of_tools = False
         self.conversations = Conversations()
         self.asked = AskedPrompts(keep_ids=keep_prompts)
@@ -214,29 +214,6 @@ class Service(Life):
             self.require_open()
             raise
         return await running
-
-    @contextmanager
-    def holding_body(self) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of one body while it is held: call what is given with each piece's size.
-
-        It raises TooManyWaiting where all bodies together would be more than BODIES_BYTES."""
-        mine = 0
-
-        def more(nbytes: int) -> None:
-            nonlocal mine
-            mine += nbytes
-            self._body_bytes += nbytes
-            if self._body_bytes > BODIES_BYTES:
-                raise TooManyWaiting(
-                    "the requests that are being read are too large together; try again in a moment",
-                    code="rate_limit_exceeded",
-                    retry_after_s=1,
-                )
-
-        try:
-            yield more
-        finally:
-            self._body_bytes -= mine
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, let those in flight end, abort what is left after `timeout_s`.

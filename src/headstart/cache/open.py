@@ -66,7 +66,7 @@ def open_caches(
             warnings.append(f"no disk tier until a restart, so prompts are forgotten with the process: {error}")
     if config.enabled and config.pool is not None:
         try:
-            tiers.append(_open_pool(config, config.pool))
+            tiers.append(open_pool(config, config.pool))
         except (StoreError, OSError, ValueError) as error:
             warnings.append(f"no pool until a restart, so prefixes are not shared: {error}")
     if config.enabled and config.object_store:
@@ -157,7 +157,7 @@ def _open_disk(config: CacheConfig) -> DeviceTier:
     )
 
 
-def _open_pool(config: CacheConfig, path: Path) -> PoolTier:
+def open_pool(config: CacheConfig, path: Path) -> PoolTier:
     """Return the tier that many machines share. Raises StoreError, OSError, ValueError where it cannot be had."""
     size = ask_apart({path: lambda: shutil.disk_usage(path).total}, patience_s=_POOL_PATIENCE_S)[path]
     if isinstance(size, Late):

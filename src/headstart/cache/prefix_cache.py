@@ -109,6 +109,7 @@ class PrefixCache:
             write_budget_bytes=write_budget_bytes,
         )
         self._telling = None
+        self.events: tuple[str, str] | None = None if publisher is None else (publisher.endpoint, publisher.replay_endpoint)
         if publisher is not None:
             self._telling = Telling(
                 tiers, identity=identity, representation=representation, publisher=publisher, counters=self._counters

@@ -33,6 +33,7 @@ _COMMANDS = {
     "lint": ("headstart.cli.lint:lint", "Tell what the prompts of whole logs lose, by what, and what to change first."),
     "record": ("headstart.cli.record:record", "Pass requests on to a server and keep what lint needs of them."),
     "doctor": ("headstart.cli.doctor:doctor", "Tell whether a model's chat template and the cache's disk are fit for a cache."),
+    "route": ("headstart.cli.route:route", "Give each request to the worker that answers it soonest."),
     "simulate": ("headstart.cli.simulate:simulate", "Tell what a fleet of engines would make of a trace, by rule of routing."),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),

@@ -14,6 +14,15 @@ URL = "http://127.0.0.1:8000"
 
 def asked_of(url: str, api_key: str | None, id: str, what: str) -> dict[str, Any]:
     """Return what a server tells of request `id` under `what`. Raises NoServer, NotThere or RequestError."""
+    return _asked(url, api_key, f"/v1/headstart/requests/{quote(id, safe='')}/{what}", id)
+
+
+def decision_of(url: str, api_key: str | None, id: str) -> dict[str, Any]:
+    """Return where a router sent request `id`, and why. Raises as `asked_of` does."""
+    return _asked(url, api_key, f"/router/decisions?request={quote(id, safe='')}", id)
+
+
+def _asked(url: str, api_key: str | None, path: str, id: str) -> dict[str, Any]:
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
@@ -23,7 +32,7 @@ def asked_of(url: str, api_key: str | None, id: str, what: str) -> dict[str, Any
     try:
         if not url.startswith(("http://", "https://")):
             raise ValueError("not an http address")
-        asking = Request(f"{url.rstrip('/')}/v1/headstart/requests/{quote(id, safe='')}/{what}", headers=headers)
+        asking = Request(f"{url.rstrip('/')}{path}", headers=headers)
         try:
             with urlopen(asking, timeout=TIMEOUT_S) as answer:
                 status, content = answer.status, answer.read()

@@ -22,6 +22,7 @@ import uvicorn
 from headstart.api.access import is_loopback
 from headstart.api.accounts import Accounts
 from headstart.api.app import build_app
+from headstart.api.behalf import read_secret
 from headstart.api.connections import connection_type
 from headstart.api.keyring import Keyring
 from headstart.api.served import Served
@@ -181,6 +182,7 @@ def accounts_of(server: ServerConfig) -> Accounts:
     """Return who may ask, and what is kept of it. Raises KeysUnreadable; and UsageLogFailed where there are keys, since whoever
     gave keys away wants to know what they were used for."""
     keyring = None if server.keys is None else Keyring(server.keys)
+    router_key = None if server.router_key is None else read_secret(server.router_key)
     keep_bytes = parse_size(server.usage_keep)
     usage_log = None
     try:
@@ -190,13 +192,13 @@ def accounts_of(server: ServerConfig) -> Accounts:
             raise
         log.warning("%s; this server keeps none", error.message)
     traces = Tracing(server.traces) if server.traces else None
-    return Accounts(keyring=keyring, log=usage_log, deadline_s=server.deadline_s, on_ended=traces)
+    return Accounts(keyring=keyring, router_key=router_key, log=usage_log, deadline_s=server.deadline_s, on_ended=traces)
 
 
 def bound(server: ServerConfig) -> socket.socket:
     """Return a listening socket. Raises AddressInUse, or ConfigError for an address that is not this machine's or that others
     reach without keys or leave: by timing anyone can guess at cached prompts."""
-    if server.keys is None and not server.allow_remote and not is_loopback(server.host):
+    if server.keys is None and server.router_key is None and not server.allow_remote and not is_loopback(server.host):
         raise ConfigError(
             f"{server.host} can be reached by others, who may then use the model and guess at cached prompts; ask for keys "
             "with --keys FILE, or say --allow-remote",

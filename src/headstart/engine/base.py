@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from headstart.block.identity import Identity
+from headstart.engine.speeds import Speeds
 from headstart.transfer.load import KVView
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -265,6 +266,20 @@ class MeasuredEngine(Protocol):
 
     def next_logits(self, tokens: Sequence[int]) -> Any:
         """Return float32 logits [vocabulary] for the token after `tokens`, computed without the cache: the reference."""
+        ...
+
+
+@runtime_checkable
+class PacedEngine(Protocol):
+    """What an engine that measures itself can be asked besides."""
+
+    @property
+    def speeds(self) -> Speeds:
+        """How fast prompts are computed and tiers are read."""
+        ...
+
+    def waiting_tokens(self) -> int:
+        """Return how many tokens of prompts are still to be computed, as far as is known."""
         ...
 
 

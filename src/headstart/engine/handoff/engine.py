@@ -28,6 +28,7 @@ from headstart.engine.handoff.prefill import PrefillServer
 from headstart.engine.handoff.receiving import Receiving
 from headstart.engine.serving.door import ServingEngine
 from headstart.engine.serving.limits import refuse_impossible
+from headstart.engine.speeds import Speeds
 from headstart.errors import ConfigError, RequestError, WireError
 from headstart.metrics import Counters
 from headstart.tier.base import Terms
@@ -134,6 +135,15 @@ class HandoffEngine:
         with self._lock:
             waiting = len(self._under_way)
         return replace(load, waiting=load.waiting + waiting, counters=load.counters | self._counters.snapshot())
+
+    @property
+    def speeds(self) -> Speeds:
+        """See `PacedEngine`."""
+        return self.inner.speeds
+
+    def waiting_tokens(self) -> int:
+        """See `PacedEngine`."""
+        return self.inner.waiting_tokens()
 
     def close(self) -> None:
         """See `Engine.close`."""

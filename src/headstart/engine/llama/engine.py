@@ -190,6 +190,11 @@ class LlamaEngine(ServingEngine[LlamaSequence]):
         apart = sequence.kv is None or sequence.recurrent or tokens > (self.weights.window or tokens)
         return 0 if apart else tokens
 
+    @property
+    def speeds(self) -> Speeds:
+        """See `PacedEngine`."""
+        return self._speeds
+
     def _kv_bytes(self) -> tuple[int, int]:
         each = self.info.kv_bytes_per_token
         return self._cells.used_tokens * each, self._cells.capacity_tokens * each

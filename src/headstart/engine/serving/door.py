@@ -24,6 +24,7 @@ from headstart.engine.serving.ending import Endings
 from headstart.engine.serving.limits import refuse_impossible
 from headstart.engine.serving.roster import Roster
 from headstart.engine.serving.sequence import S
+from headstart.engine.speeds import Speeds
 from headstart.errors import RequestError
 from headstart.metrics import Counters
 
@@ -108,6 +109,15 @@ class ServingEngine(ABC, Generic[S]):
             kv_capacity_bytes=capacity,
             counters=self._counters.snapshot(),
         )
+
+    @property
+    @abstractmethod
+    def speeds(self) -> Speeds:
+        """See `PacedEngine`."""
+
+    def waiting_tokens(self) -> int:
+        """See `PacedEngine`. Reads what the engine's thread writes, so it may be a pass behind."""
+        return sum(max(0, one.prompt_tokens - one.computed) for one in self._roster.all() if one.first_token_s is None)
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the engine's thread, between two steps."""

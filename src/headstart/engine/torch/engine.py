@@ -144,6 +144,11 @@ class TorchEngine(ServingEngine[Sequence]):
             identity=self.identity(request.adapter),
         )
 
+    @property
+    def speeds(self) -> Speeds:
+        """See `PacedEngine`."""
+        return self._speeds
+
     def identity(self, adapter: str | None) -> Identity | None:
         """See `StoringEngine`."""
         if adapter is None or self.cache is None:

@@ -41,12 +41,20 @@ class _Worker:
     running: int = 0
     context: int = 0
     held: int = 0  # tokens of KV that its requests may come to
+    others: int = 0  # requests there that came from elsewhere, as it says itself
+    others_tokens: int = 0  # of their prompts, still to be computed
+    others_held: int = 0  # tokens of KV that they have
 
     def queued_s(self, now_s: float) -> float:
+        others_s = self.speeds.prefill_s(0, self.others_tokens)
         if not self.waiting:
-            return 0.0
+            return others_s
         first = next(iter(self.waiting.values()))
-        return sum(self.waiting.values()) - min(first, max(0.0, now_s - self.since_s))
+        return others_s + sum(self.waiting.values()) - min(first, max(0.0, now_s - self.since_s))
+
+    @property
+    def requests(self) -> int:
+        return len(self.waiting) + self.running
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class Routing:
     def __init__(self, *, block_tokens: int, random: Random, workers: int = 64, blocks: int = 1 << 20) -> None:
         self.block_tokens = block_tokens
         self._random = random
-        self._holders = Holders(workers=workers, blocks=blocks)
+        self.holders = Holders(workers=workers, blocks=blocks)
         self._spread = Spread()
         self._workers: dict[str, _Worker] = {}
         self._free = list(reversed(range(workers)))
@@ -102,7 +110,7 @@ class Routing:
         worker = self._workers.pop(name, None)
         if worker is None:
             return []
-        self._holders.forget(worker.number)
+        self.holders.forget(worker.number)
         self._spread.forget(worker.number)
         self._free.append(worker.number)
         own = [request for request, sent in self._sent.items() if sent.worker == worker.number]
@@ -116,19 +124,39 @@ class Routing:
         if name in self._workers:
             self._workers[name].speeds = speeds
 
+    def requests(self, name: str) -> int:
+        """Return how many requests that were sent there have not ended."""
+        return self._workers[name].requests if name in self._workers else 0
+
+    def told(self, name: str, *, requests: int, waiting_tokens: int = 0, kv_used: int = 0, own: int = 0) -> None:
+        """The worker says how many requests it has, and how many tokens of prompts it has to compute for them. What is more
+        than was sent from here came from others, such as another router. `own`: how many were there from here when it was
+        asked, if more than now."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        worker.others = max(0, requests - max(own, worker.requests))
+        worker.others_tokens = max(0, waiting_tokens - worker.waiting_tokens) if worker.others else 0
+        worker.others_held = max(0, kv_used - worker.held) if worker.others else 0
+
     def stored(self, name: str | None, keys: Keys, plane: int = MEMORY) -> None:
         """The worker holds these blocks; None: the pool does."""
         if name is None:
-            self._holders.add(0, keys, POOL)
+            self.holders.add(0, keys, POOL)
         elif name in self._workers:
-            self._holders.add(self._workers[name].number, keys, plane)
+            self.holders.add(self._workers[name].number, keys, plane)
 
     def removed(self, name: str | None, keys: Keys, plane: int = MEMORY) -> None:
         """The worker, or the pool, no longer holds these."""
         if name is None:
-            self._holders.remove(0, keys, POOL)
+            self.holders.remove(0, keys, POOL)
         elif name in self._workers:
-            self._holders.remove(self._workers[name].number, keys, plane)
+            self.holders.remove(self._workers[name].number, keys, plane)
+
+    def forget(self, name: str) -> None:
+        """The worker holds nothing any more, and goes on."""
+        if name in self._workers:
+            self.holders.forget(self._workers[name].number)
 
     # Requests
 
@@ -155,7 +183,7 @@ class Routing:
         able = {name: worker for name, worker in self._workers.items() if among is None or name in among}
         if not able:
             return {}, None
-        runs = self._holders.runs(keys)
+        runs = self.holders.runs(keys)
         most = int(max(runs[DISK, worker.number] for worker in able.values()))
         held = (runs.T * self.block_tokens).tolist()
         views = {name: self._view(worker, held[worker.number], now_s) for name, worker in able.items()}
@@ -178,7 +206,7 @@ class Routing:
         worker.waiting_tokens += sent.computed
         self._spread.sent(decision.key, worker.number, of=len(self._workers))
         if not worker.events:
-            self._holders.add(worker.number, keys)
+            self.holders.add(worker.number, keys)
 
     def first_token(self, request: str, *, now_s: float) -> None:
         """Its prompt has been computed."""
@@ -220,7 +248,7 @@ class Routing:
 
     def _view(self, worker: _Worker, held: tuple[int, int, int], now_s: float) -> View:
         memory, disk, pool = held
-        room = None if worker.kv_tokens is None else worker.kv_tokens - worker.held
+        room = None if worker.kv_tokens is None else worker.kv_tokens - worker.held - worker.others_held
         return View(
             worker.number,
             worker.speeds,
@@ -228,10 +256,10 @@ class Routing:
             disk=disk,
             pool=pool,
             queued_s=worker.queued_s(now_s),
-            waiting=len(worker.waiting),
-            waiting_tokens=worker.waiting_tokens,
-            running=worker.running,
-            context=worker.context,
+            waiting=len(worker.waiting) + (worker.others if worker.others_tokens else 0),
+            waiting_tokens=worker.waiting_tokens + worker.others_tokens,
+            running=worker.running + (0 if worker.others_tokens else worker.others),
+            context=worker.context + worker.others_held,
             room=room,
         )
 

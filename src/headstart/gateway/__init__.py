@@ -1,0 +1,13 @@
+"""Many workers behind one address: who they are, what each holds, where a request goes, and what becomes of it there.
+
+    app         HTTP: the dialects, the admin API; what a server of ours has, with workers in place of an engine
+    forward     one request: sent, watched, sent elsewhere where nothing was answered yet, passed on as it comes
+    sending     where and how a request is sent: the one place that another way of sending replaces
+    prompts     a request's tokens, and the keys of its blocks
+    fleet       the workers: how each is, by asking it; what each holds, by its events
+    following   KV events, one thread for all workers
+    answers     what an answer says of itself as it passes: usage, first token, how it ended
+    decisions   which worker and why, for whoever asks later
+
+Nothing here has to survive a restart. What is decided is decided by `policy.routing`.
+"""

@@ -1,0 +1,150 @@
+"""Asking a worker how it is: a server of ours in one call, any other by its health and its metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from headstart.gateway.worker import Address, Report, endpoint_seen_from, with_guesses
+
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_STARTED = "process_start_time_seconds"
+_MOST_BYTES = 16 << 20
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? ([-+0-9.eE]+|NaN)(?: \d+)?$", re.MULTILINE | re.ASCII)
+
+
+class Unwell(Exception):
+    """The worker cannot be asked, or says what no worker says. `gone`: nothing listens there."""
+
+    def __init__(self, why: str, *, gone: bool = False) -> None:
+        super().__init__(why)
+        self.gone = gone
+
+
+class _Told(msgspec.Struct):
+    object: str
+    instance: str
+    status: str
+    trusted: bool = False
+    models: list[str] = []
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int | None = None
+    context_tokens: int | None = None
+    kv: dict[str, int] = {}
+    speeds: dict[str, Any] = {}
+    roots: dict[str, str] = {}
+    representation: str = ""
+    block_tokens: int = 64
+    tiers: list[str] = []
+    hit_tokens: dict[str, int] = {}
+    events: dict[str, str] | None = None
+
+
+async def ask(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
+    """Return how a worker is. `known`: what it said before, of which names are taken over where it is the same process. Raises
+    Unwell."""
+    try:
+        if known is None or known.ours:
+            response = await _get(client, f"{address.url}/v1/headstart/worker", headers)
+            if response.status_code == 200:
+                return _ours(response.content, address)
+            if response.status_code in (401, 403):
+                raise Unwell(f"it refuses the router's key (HTTP {response.status_code}); give both the same server.router_key")
+        return await _foreign(client, address, headers, known)
+    except httpx.ConnectError as error:
+        raise Unwell(f"nothing answers at {address.url}: {error}", gone=True) from error
+    except httpx.TimeoutException as error:
+        raise Unwell("it does not answer in time") from error
+    except (httpx.HTTPError, ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise Unwell(f"it answers what cannot be read: {error or type(error).__name__}") from error
+
+
+async def _get(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> httpx.Response:
+    async with client.stream("GET", url, headers=headers) as response:
+        content = b""
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise ValueError(f"{url} answers more than {_MOST_BYTES >> 20} MiB")
+        return httpx.Response(
+            response.status_code, headers={"content-type": response.headers.get("content-type", "")}, content=content
+        )
+
+
+def _ours(content: bytes, address: Address) -> Report:
+    told = msgspec.json.decode(content, type=_Told)
+    if told.object != "headstart.worker":
+        raise ValueError("it says that it is something else")
+    if told.block_tokens != 64:
+        raise ValueError(f"its blocks have {told.block_tokens} tokens, those here 64; use workers of one version")
+    events = address.events, address.replay
+    if told.events is not None and events[0] is None:
+        events = told.events["endpoint"], told.events.get("replay")
+    endpoint, replay = (None if one is None else endpoint_seen_from(one, address.url) for one in events)
+    return Report(
+        ours=True,
+        ready=told.status == "ok",
+        instance=told.instance,
+        models=tuple(told.models),
+        running=told.running,
+        waiting=told.waiting,
+        waiting_tokens=told.waiting_tokens,
+        kv_tokens=told.kv.get("capacity_tokens") or None,
+        kv_used=told.kv.get("used_tokens"),
+        speeds=with_guesses(told.speeds, token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
+        roots={name: bytes.fromhex(root) for name, root in told.roots.items()},
+        representation=bytes.fromhex(told.representation) or None,
+        events=None if endpoint is None else (endpoint, replay or ""),
+        hit_tokens=told.hit_tokens,
+        trusted=told.trusted,
+        context_tokens=told.context_tokens,
+    )
+
+
+async def _foreign(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
+    health = await _get(client, f"{address.url}/health", headers)
+    if health.status_code == 404:  # not every server has one
+        health = await _get(client, f"{address.url}/v1/models", headers)
+    if health.status_code != 200:
+        return Report(ours=False, ready=False, models=() if known is None else known.models)
+    metrics = await _get(client, f"{address.url}/metrics", headers)
+    sums: dict[str, float] = {}
+    if metrics.status_code == 200:
+        for name, value in _SAMPLE.findall(metrics.text):
+            if name in _RUNNING or name in _WAITING or name == _STARTED:
+                sums[name] = sums.get(name, 0.0) + float(value)
+    instance = str(sums.get(_STARTED, ""))
+    models, context = ((), None) if known is None else (known.models, known.context_tokens)
+    if not models or known is None or known.instance != instance:
+        models, context = await _models(client, address, headers)
+    return Report(
+        ours=False,
+        ready=True,
+        instance=instance,
+        models=models,
+        running=_first(sums, _RUNNING),
+        waiting=_first(sums, _WAITING),
+        events=None if address.events is None else (address.events, address.replay or ""),
+        context_tokens=context,
+    )
+
+
+async def _models(
+    client: httpx.AsyncClient, address: Address, headers: Mapping[str, str]
+) -> tuple[tuple[str, ...], int | None]:
+    listed = await _get(client, f"{address.url}/v1/models", headers)
+    if listed.status_code != 200:
+        raise ValueError(f"it answers {listed.status_code} to /v1/models")
+    models = msgspec.json.decode(listed.content)["data"]
+    contexts = [one["max_model_len"] for one in models if isinstance(one.get("max_model_len"), int)]
+    return tuple(str(one["id"]) for one in models), min(contexts, default=None)
+
+
+def _first(sums: Mapping[str, float], names: tuple[str, ...]) -> int | None:
+    return next((int(sums[name]) for name in names if name in sums), None)

@@ -1,0 +1,294 @@
+"""The workers: asked every second how they are, followed by their events, taken out when they fail, back when they answer.
+
+    add ─▶ starting ─▶ ready ◀─▶ draining ─▶ removed
+              ▲          │  nothing listens there, or it does not answer in time, or it fails again and again
+              └── down ◀─┘  what it held is forgotten; its requests are told
+
+For the event loop's thread alone; what is known of blocks and queues is `policy.routing`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from random import Random
+
+import httpx
+
+from headstart.block.keys import BLOCK_TOKENS
+from headstart.errors import ConfigError, MissingExtra
+from headstart.gateway.asking import Unwell, ask
+from headstart.gateway.following import Change, Follower, Following
+from headstart.gateway.translating import Translator
+from headstart.gateway.worker import Address, Report, Role, Worker
+from headstart.policy.routing.router import Routing
+
+log = logging.getLogger("headstart")
+_CLIENT_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0)
+_ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
+
+
+class Fleet:
+    """`headers`: that every request to a worker carries. `dead_after_s`: how long a worker may be silent."""
+
+    def __init__(
+        self,
+        *,
+        max_workers: int,
+        blocks: int,
+        poll_s: float,
+        dead_after_s: float,
+        headers: Mapping[str, str] | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.routing = Routing(block_tokens=BLOCK_TOKENS, random=random or Random(), workers=max_workers, blocks=blocks)
+        self.workers: dict[str, Worker] = {}
+        self.headers = dict(headers or {})
+        self.changed = asyncio.Event()  # set, and replaced, whenever a worker may take what it could not before
+        self.clock = clock
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=max(1.0, dead_after_s / 2)), limits=_CLIENT_LIMITS, trust_env=False
+        )
+        self.client.headers.clear()  # only what is passed on
+        self.follower: Follower | None = None
+        self._max_workers = max_workers
+        self._blocks = blocks
+        self._poll_s = poll_s
+        self._dead_after_s = dead_after_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._no_events = False
+        self._numbers = 0
+
+    async def close(self) -> None:
+        """Ask nobody any more. Twice is fine."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self.follower is not None:
+            for worker in self.workers.values():
+                self._leave(worker)
+            await asyncio.to_thread(self.follower.close)
+            self.follower = None
+        await self.client.aclose()
+
+    # Who there is.
+
+    def add(self, address: Address) -> Worker:
+        """Begin to ask a worker; it gets requests once it is ready. One that is there already takes the new role. Raises
+        ConfigError beyond the number of workers."""
+        if (worker := self.workers.get(address.id)) is not None:
+            self.set_role(worker, address.role)
+            return worker
+        if len(self.workers) >= self._max_workers:
+            raise ConfigError(
+                f"there are {self._max_workers} workers already, so {address.url} is not added; raise route.max_workers",
+                key="route.max_workers",
+            )
+        self._numbers += 1
+        worker = self.workers[address.id] = Worker(address, address.role, self._numbers)
+        self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._watch(worker))
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        """Know it no more, at once. Its requests are told."""
+        if self.workers.pop(worker.id, None) is None:
+            return
+        if (task := self._tasks.pop(worker.id, None)) is not None:
+            task.cancel()
+        self._lose(worker, "it was removed")
+        log.info("worker %s removed", worker.id)
+
+    async def drain(self, worker: Worker, timeout_s: float | None = None) -> None:
+        """Give it nothing more and return when its requests have ended, or after `timeout_s`; then remove it."""
+        worker.draining = True
+        self.wake()
+        until_s = None if timeout_s is None else self.clock() + timeout_s
+        while worker.flights and (until_s is None or self.clock() < until_s) and worker.id in self.workers:
+            await asyncio.sleep(0.05)
+        if worker.draining and self.workers.get(worker.id) is worker:
+            self.remove(worker)
+
+    def set_role(self, worker: Worker, role: Role) -> None:
+        """From the next request on."""
+        if worker.role != role:
+            log.info("worker %s: role %s, was %s", worker.id, role, worker.role)
+            worker.role = role
+            self.wake()
+
+    def set_draining(self, worker: Worker, draining: bool) -> None:
+        worker.draining = draining
+        self.wake()
+
+    def able(
+        self, model: str | None, *, but: Collection[str] = (), role: Collection[Role] = ("both", "decode", "prefill")
+    ) -> list[Worker]:
+        """Return who could take a request for a model now; `but`: not these."""
+        now_s = self.clock()
+        found = [one for one in self.workers.values() if one.id not in but and one.role in role and one.state(now_s) == "ready"]
+        named = [one for one in found if one.report is not None and model in one.report.models]
+        return named or (found if self.one_model else [])
+
+    @property
+    def one_model(self) -> bool:
+        """Whether all workers that are known serve the same, so that any name means it."""
+        served = {one.report.models[:1] for one in self.workers.values() if one.report is not None and one.report.models}
+        return len(served) <= 1
+
+    def models(self) -> dict[str, Report]:
+        """Return what may be asked for now, by name, with what one of its workers says."""
+        now_s = self.clock()
+        reports = [one.report for one in self.workers.values() if one.state(now_s) in ("ready", "draining")]
+        return {name: report for report in reports if report is not None for name in report.models}
+
+    def root_of(self, model: str | None) -> bytes:
+        """Return what keys of a model's prompts begin with: as servers of ours say, or a name of the router's own."""
+        for worker in self.workers.values():
+            if worker.report is not None and worker.report.roots:
+                roots = worker.report.roots
+                if model in roots:
+                    return roots[model or ""]
+                if self.one_model or model in worker.report.models:
+                    return next(iter(roots.values()))
+        return hashlib.sha256(b"headstart.gateway\0" + (model or "").encode("utf-8", "surrogatepass")).digest()
+
+    def wake(self) -> None:
+        """Let whoever waits for a worker look again."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    # What requests tell of workers.
+
+    def failed(self, worker: Worker, why: str) -> None:
+        """A request failed there by the worker's fault. After some in a row it is let alone for a while."""
+        worker.failures += 1
+        worker.resting.failed(self.clock())
+        log.warning("worker %s failed: %s", worker.id, why)
+
+    def worked(self, worker: Worker) -> None:
+        worker.resting.came()
+
+    def doubt(self, worker: Worker) -> None:
+        """Ask the worker at once how it is."""
+        task = self._tasks.get(worker.id)
+        if task is not None and not task.done():
+            worker.doubted.set()
+
+    # Asking.
+
+    async def _watch(self, worker: Worker) -> None:
+        heard_s = self.clock()
+        while True:
+            own = self.routing.requests(worker.id)
+            try:
+                async with asyncio.timeout(self._dead_after_s):
+                    known = worker.report if worker.alive else None
+                    report = await ask(self.client, worker.address, self.headers, known)
+            except (Unwell, TimeoutError) as error:
+                why = str(error) or f"it has not answered for {self._dead_after_s:g} s"
+                gone = isinstance(error, TimeoutError) or (isinstance(error, Unwell) and error.gone)
+                if gone or self.clock() - heard_s >= self._dead_after_s:
+                    self._lose(worker, why)
+                elif not worker.alive:
+                    worker.why_down = why
+            except Exception:  # the outer edge of one worker's watch, which must go on
+                log.exception("asking worker %s failed unexpectedly", worker.id)
+            else:
+                heard_s = self.clock()
+                self._heard(worker, report, own)
+            worker.doubted.clear()
+            try:
+                async with asyncio.timeout(
+                    self._poll_s if worker.alive or not worker.seen_ready else min(_ALL_GONE_S, self._poll_s)
+                ):
+                    await worker.doubted.wait()
+            except TimeoutError:
+                pass
+
+    def _heard(self, worker: Worker, report: Report, own: int) -> None:
+        before, was_alive = worker.report, worker.alive
+        worker.report, worker.alive = report, True
+        if not report.ready:
+            if was_alive and before is not None and before.ready:
+                self._forget(worker)
+            return
+        speeds = worker.speeds()
+        if not was_alive or before is None or not before.ready or before.instance != report.instance:
+            if was_alive and before is not None and before.ready:
+                log.info("worker %s has started anew", worker.id)
+                self._lose_flights(worker)
+            self._forget(worker)
+            worker.resting.came()
+            follows = self._follow(worker, report)
+            self.routing.up(worker.id, speeds, now_s=self.clock(), kv_tokens=report.kv_tokens, events=follows and report.ours)
+            worker.seen_ready = True
+            log.info(
+                "worker %s is ready: %s, %s", worker.id, ", ".join(report.models) or "?", "events" if follows else "no events"
+            )
+            self.wake()
+        self.routing.measured(worker.id, speeds)
+        if report.running is not None:
+            self.routing.told(
+                worker.id,
+                requests=report.running + (report.waiting or 0),
+                waiting_tokens=report.waiting_tokens or 0,
+                kv_used=report.kv_used or 0,
+                own=own,
+            )
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        if worker.alive:
+            log.warning("worker %s is down: %s", worker.id, why)
+        worker.alive, worker.why_down = False, why
+        self._forget(worker)
+        self._lose_flights(worker)
+
+    def _lose_flights(self, worker: Worker) -> None:
+        for lost in list(worker.flights.values()):
+            lost()
+
+    def _forget(self, worker: Worker) -> None:
+        self._leave(worker)
+        self.routing.down(worker.id)
+
+    # Events.
+
+    def _follow(self, worker: Worker, report: Report) -> bool:
+        """Follow the worker's events; return whether it has any that can be."""
+        if report.events is None or self._no_events:
+            return False
+        if self.follower is None:
+            try:
+                self.follower = Follower(asyncio.get_running_loop())
+            except MissingExtra as error:
+                self._no_events = True
+                log.warning("%s; what workers hold is guessed from what they are sent", error.message)
+                return False
+        endpoint, replay = report.events
+        translator = None
+        if not report.roots:
+            model = next(iter(report.models), None)
+            translator = Translator(lambda adapter: self.root_of(adapter or model), most=self._blocks)
+        following = Following(worker.id, endpoint, replay, translator, lambda change: self._took(worker, change))
+        worker.following = following
+        self.follower.follow(following)
+        return True
+
+    def _leave(self, worker: Worker) -> None:
+        if isinstance(worker.following, Following) and self.follower is not None:
+            self.follower.leave(worker.following)
+        worker.following = None
+
+    def _took(self, worker: Worker, change: Change) -> None:
+        if change.forget:
+            self.routing.forget(worker.id)
+        for came, plane, keys in change.changes:
+            if came:
+                self.routing.stored(worker.id, keys, plane)
+            else:
+                self.routing.removed(worker.id, keys, plane)

@@ -1,0 +1,314 @@
+"""One request on its way: to a worker, to another one where nothing was answered yet, and back as it comes.
+
+asked ─▶ sent ─▶ opening held back ─▶ first token ─▶ passed on as it comes ─▶ ended
+  ▲       │ refused, busy, down,           │
+  └───────┘ broken, garbled                └─ the worker is lost: a clear error, in the client's dialect
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from headstart.api.accounts import Account
+from headstart.api.errors import DeadlinePassed, NoWorker, TooManyWaiting, WorkerFailed
+from headstart.errors import RequestError
+from headstart.gateway.answers import Garbled, Mark, Seen, events_of
+from headstart.gateway.fleet import Fleet
+from headstart.gateway.metrics import Metrics
+from headstart.gateway.sending import Kind, Missed, Nobody, Order, Refused, Said, Sending, Sent
+
+T = TypeVar("T")
+log = logging.getLogger("headstart")
+
+MOST_BYTES = 64 << 20  # of an answer in one piece
+_BROKEN = 3  # workers that may fail on one request: it may be the request
+_LOOK_S = 0.25
+_UNREAD = 64  # events that may wait for a client that reads slowly
+_SLACK_S = 2.0  # that a worker has to say itself that a deadline has passed
+_PASSED = ("content-type", "x-headstart-canonical", "retry-after", "retry-after-ms", "x-should-retry")
+_OF_SERVER = ("server_error", "api_error", "overloaded_error")
+_FINAL = ("deadline_exceeded", "cancelled", "request_timeout")
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """`order`: what is sent. `patience_s`: how long it waits while nobody can take it. `deadline_s`: seconds that it has left,
+    None for any number. `strip_usage`: the client did not ask for the chunk that has it. `on_named`: is told the answer's id
+    and who gives it."""
+
+    fleet: Fleet
+    sending: Sending
+    order: Order
+    account: Account
+    patience_s: float
+    deadline_s: float | None
+    strip_usage: bool
+    on_named: Callable[[str, str], None]
+    metrics: Metrics
+    seen: Seen = field(init=False)
+    told: bool = False  # something went to the client that no other worker can take back
+    retries: int = 0
+    first_token_s: float | None = None  # from the request's arrival
+    _queue: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(_UNREAD))
+    _failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.seen = Seen(self.order.path)
+
+    async def whole(self) -> Said:
+        """Return the answer in one piece. Raises RequestError, and Refused."""
+        try:
+            said = await self._in_time(self._tried(self._take_whole))
+        except asyncio.CancelledError:
+            self._settle("abort")
+            raise
+        self._settle(self.seen.finish)
+        return said
+
+    async def stream(self, quiet_s: float) -> AsyncGenerator[bytes | None, None]:
+        """Yield the answer as it comes, an event at a time, and None whenever nothing came for `quiet_s`. Raises RequestError,
+        and Refused before anything else. Whoever ends before it does ends the request."""
+        task = asyncio.get_running_loop().create_task(self._pump())
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(quiet_s):
+                        item = await self._queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
+                if item is None:
+                    break
+                yield item
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+                self._settle("abort")
+
+    async def _pump(self) -> None:
+        try:
+            await self._in_time(self._tried(self._take_stream))
+            self._settle(self.seen.finish)
+        except (RequestError, Refused) as error:
+            self._failure = error
+            if self.told:
+                self.account.status = getattr(error, "status", 500)
+                self._settle("error")
+        except Exception as error:
+            log.exception("forwarding a request failed unexpectedly")
+            self._failure = error
+            self.account.failed()
+        await self._queue.put(None)
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        if self.deadline_s is None:
+            return await work
+        try:
+            async with asyncio.timeout(self.deadline_s + _SLACK_S):
+                return await work
+        except TimeoutError as error:
+            raise DeadlinePassed("the request was not done within its deadline", code="deadline_exceeded") from error
+
+    async def _tried(self, take: Callable[[Sent], Awaitable[T]]) -> T:
+        """Return what `take` makes of the answer of the first worker that gives one."""
+        fleet = self.fleet
+        until_s = fleet.clock() + self.patience_s
+        but: set[str] = set()
+        broken = 0
+        last: Missed | None = None
+        while True:
+            try:
+                async with self.sending.send(self.order, but=but) as sent:
+                    taken = await take(sent)
+                fleet.worked(sent.worker)
+                return taken
+            except Missed as missed:
+                last = missed
+                but.add(missed.worker.id)
+                broken += missed.kind is Kind.BROKE
+                self.retries += 1
+                if missed.kind is Kind.BROKE:
+                    fleet.failed(missed.worker, missed.why)
+                if missed.kind is not Kind.BUSY:
+                    fleet.doubt(missed.worker)
+                if self.told:
+                    raise WorkerFailed(
+                        f"the worker that answered was lost midway ({_public(missed)}); send the request again",
+                        code="worker_lost",
+                    ) from missed
+                if broken >= _BROKEN:
+                    if missed.answer is not None:
+                        raise Refused(missed.answer) from missed
+                    raise WorkerFailed(
+                        f"{broken} workers failed on this request, the last one: {_public(missed)}", code="workers_failed"
+                    ) from missed
+            except Nobody:
+                if last is not None and last.kind is Kind.BUSY and last.answer is not None:
+                    raise Refused(last.answer) from last
+                if last is not None and last.kind is Kind.BUSY:
+                    raise TooManyWaiting(
+                        "all workers are full; try again in a moment", code="rate_limit_exceeded", retry_after_s=1
+                    ) from last
+                if fleet.clock() >= until_s:
+                    raise self._nobody() from last
+                but.clear()  # they may be well again
+                changed = fleet.changed
+                try:
+                    async with asyncio.timeout(_LOOK_S):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+
+    def _nobody(self) -> RequestError:
+        if self.order.pinned is not None:
+            return NoWorker(
+                "the worker that has the earlier response does not answer; send the whole conversation instead",
+                code="no_worker",
+                retry_after_s=2,
+            )
+        return NoWorker("no worker is there that could take this; try again in a moment", code="no_worker", retry_after_s=2)
+
+    async def _take_whole(self, sent: Sent) -> Said:
+        said = await _said(sent)
+        _require_good(sent, said)
+        if not said.headers.get("content-type", "").startswith("application/json"):
+            raise Missed(sent.worker, Kind.BROKE, "it answered something else than JSON")
+        self._begin(sent)
+        try:
+            self.seen.whole(msgspec.json.decode(said.content))
+        except (Garbled, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Missed(sent.worker, Kind.BROKE, f"it answered what is none: {error}") from error
+        first_s = _first_token_s(sent.response.headers.get("server-timing", ""))
+        if first_s is not None:
+            sent.first_token(sent.sent_s + first_s)
+            self.first_token_s = sent.sent_s - self.account.arrived_s + first_s
+        self._measured(sent)
+        self.on_named(self.seen.id, sent.worker.id)
+        return said
+
+    async def _take_stream(self, sent: Sent) -> None:
+        if sent.response.status_code != 200:
+            said = await _said(sent)
+            _require_good(sent, said)
+            raise Missed(sent.worker, Kind.BROKE, f"it answered {said.status} to a stream")
+        if not sent.response.headers.get("content-type", "").startswith("text/event-stream"):
+            raise Missed(sent.worker, Kind.BROKE, "it answered something else than events")
+        self._begin(sent)
+        held: list[bytes] = []
+        named = False
+        try:
+            async for event in events_of(sent.response.aiter_bytes()):
+                mark = self.seen.event(event)
+                if mark is Mark.OPENING:
+                    held.append(event)
+                    continue
+                if mark is Mark.FAILURE and not self.told:
+                    self._failed_early(sent)
+                if mark is Mark.QUIET or (mark is Mark.USAGE and self.strip_usage):
+                    continue  # quiet is kept here, whatever workers do about it
+                if not self.told:
+                    self._first(sent)
+                    event = b"".join((*held, event))
+                if not named and self.seen.id:
+                    named = True
+                    self.on_named(self.seen.id, sent.worker.id)
+                await self._queue.put(event)
+        except Garbled as error:
+            raise Missed(sent.worker, Kind.BROKE, error.message) from error
+        if not self.seen.ended and self.seen.error is None:
+            raise Missed(sent.worker, Kind.BROKE, "its stream ended amid the answer")
+        self._measured(sent)
+
+    def _begin(self, sent: Sent) -> None:
+        self.seen = Seen(self.order.path)  # of whoever answers now
+
+    def _first(self, sent: Sent) -> None:
+        self.told = True
+        now_s = self.fleet.clock()
+        sent.first_token(now_s)
+        self.first_token_s = now_s - self.account.arrived_s
+
+    def _failed_early(self, sent: Sent) -> None:
+        """Raise what becomes of an answer that fails before its first token."""
+        error = self.seen.error or {}
+        why = str(error.get("message") or "it failed")
+        code = error.get("code")
+        if error.get("type") in _OF_SERVER and code not in _FINAL:
+            raise Missed(sent.worker, Kind.UNREADY if code == "shutting_down" else Kind.BROKE, why)
+
+    def _measured(self, sent: Sent) -> None:
+        used = self.seen.used()
+        sent.prompt_tokens, sent.output_tokens = used["prompt"], used["output"] or None
+        sent.cached_tokens = used["cached_memory"] + used["cached_disk"]
+        sent.last_s = self.fleet.clock()
+
+    def _settle(self, finish: str) -> None:
+        """Close the account with what the answer says that it used."""
+        if not self.account.closed:
+            self.metrics.ended(finish, first_token_s=self.first_token_s, retries=self.retries)
+        if self.seen.id:
+            self.account.id = self.seen.id
+        self.account.settled(
+            finish,  # type: ignore[arg-type]  # one of the words of the usage log
+            first_token_s=self.first_token_s,
+            answers=self.seen.answers,
+            **self.seen.used(),
+        )
+
+
+async def _said(sent: Sent) -> Said:
+    """Return all of a worker's answer. Raises Missed for one without end."""
+    response = sent.response
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > MOST_BYTES:
+            raise Missed(sent.worker, Kind.BROKE, f"it answered more than {MOST_BYTES >> 20} MiB")
+        parts.append(part)
+    headers = {name: response.headers[name] for name in _PASSED if name in response.headers}
+    return Said(response.status_code, headers, b"".join(parts))
+
+
+def _require_good(sent: Sent, said: Said) -> None:
+    """Raise Missed for what another worker may do better, Refused for what every worker would say."""
+    status = said.status
+    if status == 200:
+        return
+    if status == 429:
+        raise Missed(sent.worker, Kind.BUSY, "it is full", answer=said)
+    if status == 503:
+        raise Missed(sent.worker, Kind.UNREADY, "it takes nothing now (503)", answer=said)
+    if status in (401, 403):
+        raise Missed(sent.worker, Kind.BROKE, f"it refuses the router's key ({status})")
+    if (status >= 500 and status != 504) or status < 400:
+        raise Missed(sent.worker, Kind.BROKE, f"it answered {status}", answer=said if status >= 500 else None)
+    raise Refused(said)
+
+
+def _public(missed: Missed) -> str:
+    """Return what went wrong in words that name no machine."""
+    if missed.answer is not None:
+        return f"it answered {missed.answer.status}"
+    return missed.why if "//" not in missed.why and "/" not in missed.why else "it does not answer"
+
+
+def _first_token_s(header: str) -> float | None:
+    """Return what a server's timing says of the first token."""
+    for part in header.split(","):
+        name, _, duration = part.strip().partition(";dur=")
+        if name == "first_token":
+            try:
+                return float(duration) / 1000
+            except ValueError:
+                return None
+    return None

@@ -1,0 +1,177 @@
+"""A request's tokens and the keys of its blocks, as the workers will have them.
+
+With the model's tokenizer here a prompt is rendered and tokenised once, in the canonical form that a server of ours gives it.
+Without, a worker is asked for its tokens; and where none can say, keys are made of the text, so that what was sent somewhere is
+found there again. What cannot be rendered is not refused here: the worker says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+import msgspec
+import numpy as np
+
+from headstart.api.ask import Ask
+from headstart.api.shared import SharedPrefixes
+from headstart.block.keys import BlockKey, chain, chain_keys
+from headstart.errors import RequestError, StoreError
+from headstart.gateway.worker import Worker
+from headstart.policy.routing.holders import Keys, keys_of
+from headstart.render import Renderer
+from headstart.render.canonical import RULES, canonical
+from headstart.tier.base import Tier
+
+_log = logging.getLogger("headstart")
+_ASK_S = 5.0
+_TEXT_BYTES = 4  # of a token, about
+_NO_KEYS: Keys = np.zeros(0, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Of a prompt: how many tokens, the keys of its full blocks, and how many of these from the first on the pool has; None
+    where nobody looked. `by`: what made its tokens."""
+
+    tokens: int
+    keys: Keys
+    pool_blocks: int | None = None
+    by: Literal["tokenizer", "worker", "text"] = "text"
+
+
+class Prompts:
+    """`renderer`: the model's, None for none. `rules`: of canonical form. `pool`: what every worker can read; it is closed with
+    this."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        renderer: Renderer | None = None,
+        rules: Collection[str] = RULES,
+        shared: SharedPrefixes | None = None,
+        pool: Tier | None = None,
+    ) -> None:
+        self._client = client
+        self._renderer = renderer
+        self._rules = frozenset(rules)
+        self._shared = shared or SharedPrefixes()
+        self._pool = pool
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="headstart-render")
+        self._mute: set[str] = set()  # processes of workers that cannot tokenise
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
+
+    async def of(
+        self,
+        ask: Ask,
+        *,
+        root: bytes,
+        salt: str | bytes | None,
+        among: Sequence[Worker],
+        headers: Mapping[str, str],
+    ) -> Known:
+        """Return what is known of the prompt of `ask`. `root`: what its keys begin with; `among`: who could be asked."""
+        loop = asyncio.get_running_loop()
+        representation = next((one.report.representation for one in among if one.report and one.report.representation), None)
+        if self._renderer is not None:
+            known = await loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
+            if known is not None:
+                return known
+        elif not isinstance(ask.prompt, tuple) or ask.messages is not None:
+            ids = await self._asked(ask, among, headers)
+            if ids is not None:
+                return await loop.run_in_executor(self._threads, self._known, ids, root, salt, representation, "worker")
+        return await loop.run_in_executor(self._threads, self._of_text, ask, root, salt, representation)
+
+    def _rendered(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known | None:
+        renderer = self._renderer
+        assert renderer is not None
+        try:
+            if ask.messages is None:
+                ids = renderer.completion(ask.prompt)
+            else:
+                made = canonical(ask.messages, ask.tools, self._rules)
+                text = renderer.write(
+                    made.messages, tools=made.tools, arguments=ask.template, join_parts="text-parts" in self._rules
+                )
+                ids = renderer.written(text, owner=repr(salt))
+        except RequestError:
+            return None
+        except Exception:  # noqa: BLE001 - whatever a template does: the worker says what is wrong
+            _log.exception("rendering a prompt failed unexpectedly")
+            return None
+        return self._known(ids, root, salt, representation, "tokenizer")
+
+    def _known(
+        self,
+        ids: Sequence[int],
+        root: bytes,
+        salt: str | bytes | None,
+        representation: bytes | None,
+        by: Literal["tokenizer", "worker"],
+    ) -> Known:
+        self._shared.look()
+        keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
+        return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by)
+
+    def _in_pool(self, keys: Sequence[BlockKey], representation: bytes | None) -> int | None:
+        if self._pool is None or representation is None or not keys:
+            return None
+        try:
+            there = self._pool.locate(representation, keys).extents >= 0
+        except (StoreError, OSError) as error:
+            _log.warning("the pool cannot be asked: %s", error)
+            return None
+        return len(keys) if there.all() else int(np.argmin(there))
+
+    def _of_text(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known:
+        if ask.messages is None and isinstance(ask.prompt, tuple):
+            return self._known(ask.prompt, root, salt, representation, "tokenizer")
+        said: Any = ask.prompt if ask.messages is None else [ask.tools, ask.template, ask.messages]
+        try:
+            data = msgspec.json.encode(said)
+        except (ValueError, TypeError, RecursionError, msgspec.MsgspecError):
+            return Known(1, _NO_KEYS)
+        salted = hashlib.sha256(root + repr(salt).encode("utf-8", "surrogatepass")).digest()
+        return Known(max(1, len(data) // _TEXT_BYTES), keys_of(chain(salted, data)))
+
+    async def _asked(self, ask: Ask, among: Sequence[Worker], headers: Mapping[str, str]) -> list[int] | None:
+        """Return the tokens as a worker says; None where none does."""
+        for worker in among[:2]:
+            process = f"{worker.id} {worker.report.instance if worker.report else ''}"
+            if process in self._mute:
+                continue
+            if ask.messages is None:
+                body: dict[str, Any] = {"prompt": ask.prompt}
+            else:
+                made = canonical(ask.messages, ask.tools, self._rules)
+                body = {"messages": made.messages, "tools": made.tools, "chat_template_kwargs": dict(ask.template) or None}
+            body = {name: value for name, value in body.items() if value is not None}
+            if ask.model is not None:
+                body["model"] = ask.model
+            try:
+                content = msgspec.json.encode(body)
+                told = {**headers, "content-type": "application/json"}
+                async with asyncio.timeout(_ASK_S):
+                    response = await self._client.post(f"{worker.address.url}/tokenize", content=content, headers=told)
+                if response.status_code in (404, 405, 501):
+                    self._mute.add(process)
+                elif response.status_code == 200:
+                    ids = msgspec.json.decode(response.content)["tokens"]
+                    if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+                        return ids
+                return None
+            except (httpx.HTTPError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
+                continue
+        return None

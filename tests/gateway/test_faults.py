@@ -1,0 +1,216 @@
+"""Workers that fail: what they had not begun to answer goes elsewhere, what they had ends in a clear error; nothing hangs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from api.serving import Running, running
+from asking import eventually
+from gateway.fakes import STREAM, Fake, Say, chunk, completion, http, stream
+from gateway.gateway_kit import Routed, routed
+from headstart.api.accounts import Accounts
+from headstart.api.keyring import Keyring
+from headstart.api.keys import append_key, make_key
+from headstart.ledger.log import UsageLog
+from headstart.ledger.reading import Reading, entries
+from headstart.testing.fake_engine import FakeEngine
+
+ASKED: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+def well(path: str, body: bytes) -> Any:
+    return stream("all ", "is ", "well") if json.loads(body).get("stream") else completion("all is well")
+
+
+def text_of(client: openai.OpenAI, **more: Any) -> str:
+    if more.get("stream"):
+        return "".join(part.choices[0].delta.content or "" for part in client.chat.completions.create(**ASKED, **more))
+    return client.chat.completions.create(**ASKED, **more).choices[0].message.content or ""
+
+
+FAILING: dict[str, Say] = {
+    "says 500": lambda path, body: http(500, b'{"error": {"message": "broken", "type": "server_error"}}'),
+    "says 503": lambda path, body: http(503, b"{}"),
+    "has no room": lambda path, body: http(429, b"{}"),
+    "refuses the router's key": lambda path, body: http(401, b"{}"),
+    "says what is no HTTP": lambda path, body: [b"\x00\x01 what is this"],
+    "says what is no JSON": lambda path, body: http(200, b"<html>hello</html>", "text/html"),
+    "says JSON of another kind": lambda path, body: http(200, b"[1, 2]"),
+    "hangs up": lambda path, body: [],
+    "ends before the first token": lambda path, body: [STREAM, chunk(None)],
+    "streams garbage": lambda path, body: [STREAM, b"data: {nonsense\n\n"],
+    "streams an error": lambda path, body: [
+        STREAM,
+        b'data: {"error": {"message": "no", "type": "server_error", "code": "x"}}\n\n',
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def beside_a_good_one() -> Iterator[tuple[Routed, openai.OpenAI]]:
+    with Fake(well) as good, routed([good.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        yield router, client
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_a_request_is_answered_by_another_worker_where_one(how: str, beside_a_good_one: tuple[Routed, openai.OpenAI]) -> None:
+    router, client = beside_a_good_one
+    with Fake(FAILING[how]) as bad:
+        router.add(bad.url)
+        for streams in (False, True):
+            before = bad.posts()
+            while bad.posts() == before:  # by lot
+                assert text_of(client, stream=streams) == "all is well"
+        eventually(lambda: router.router.in_flight == 0)
+        told = router.workers()[bad.url]
+        assert (told["in_flight"], told["requests"]) == (0, bad.posts())
+        router.remove(bad.url)
+
+
+def test_a_stream_that_breaks_off_ends_in_a_clear_error() -> None:
+    with Fake(lambda path, body: stream("half ", ends=False)) as bad, routed([bad.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        parts = iter(client.chat.completions.create(**ASKED, stream=True))
+        heard = [next(parts).choices[0].delta.content for _ in range(2)]
+        assert heard == [None, "half "]
+        with pytest.raises(openai.APIError, match="lost midway"):
+            next(parts)
+        assert bad.posts() == 1  # nothing is said twice
+
+
+def test_a_worker_that_hangs_loses_what_it_had_not_begun(tmp_path: Path) -> None:
+    """The hanging one is told apart by the requests to it being never answered, and its health neither."""
+    with ExitStack() as stack:
+        good = stack.enter_context(Fake(well))
+        bad = stack.enter_context(Fake(lambda path, body: None))
+        router = stack.enter_context(routed([bad.url], dead_after_s=1.0))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 1)
+        bad._about = lambda path: b""  # type: ignore[method-assign]  # from now on it says nothing at all
+        router.add(good.url)
+        for _ in range(4):
+            assert text_of(client) == "all is well"
+        eventually(lambda: router.workers()[bad.url]["state"] == "down")
+        assert text_of(client, stream=True) == "all is well"
+
+
+def test_where_no_worker_is_there_it_is_said_after_the_patience_and_a_late_one_is_waited_for() -> None:
+    with Fake(well) as late, routed([], patience_s=0.0) as router, router.client() as client:
+        with pytest.raises(openai.InternalServerError, match="no worker") as caught:
+            text_of(client)
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["retry-after"] == "2"
+        router.router.patience_s = 60.0
+        added = httpx.post(f"{router.url}/router/workers", json={"url": late.url, "role": "both"})
+        assert (added.status_code, added.json()["id"]) == (201, late.url.removeprefix("http://"))
+        assert text_of(client) == "all is well"  # it was not ready yet
+
+
+def test_a_client_s_own_mistake_is_told_as_the_worker_tells_it_and_asked_once() -> None:
+    wrong = http(
+        400, b'{"error": {"message": "top_p is wrong", "type": "invalid_request_error", "code": "x", "param": "top_p"}}'
+    )
+    with Fake(lambda path, body: wrong) as one, routed([one.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        for streams in (False, True):
+            with pytest.raises(openai.BadRequestError, match="top_p is wrong"):
+                text_of(client, stream=streams)
+        assert one.posts() == 2
+        assert router.workers()[one.url]["failures"] == 0
+
+
+def test_a_request_that_breaks_workers_is_given_up_after_three() -> None:
+    with ExitStack() as stack:
+        bad = [stack.enter_context(Fake(FAILING["hangs up"])) for _ in range(5)]
+        router = stack.enter_context(routed([one.url for one in bad]))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 5)
+        with pytest.raises(openai.InternalServerError, match="3 workers failed"):
+            text_of(client)
+        assert sum(one.posts() for one in bad) == 3
+
+
+def test_a_worker_that_starts_anew_holds_nothing() -> None:
+    with Fake(well) as one, routed([one.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        long = [{"role": "user", "content": "what is said again and again " * 40}]
+        for _ in range(2):
+            answer = client.chat.completions.create(model="tiny", messages=long)  # type: ignore[arg-type]
+
+        def reused() -> int:
+            id = client.chat.completions.with_raw_response.create(model="tiny", messages=long).headers["x-request-id"]  # type: ignore[arg-type]
+            told = router.get("/router/decisions", params={"request": id})
+            return int(told["attempts"][0]["scores"][0]["reused_tokens"])
+
+        assert answer.choices
+        assert reused() > 200
+        one.started = 2.0
+        eventually(lambda: router.workers()[one.url]["instance"] == "2.0")
+        assert reused() == 0
+
+
+@pytest.fixture
+def worker() -> Iterator[Running]:
+    with running(FakeEngine()) as worker:
+        yield worker
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_worker(worker: Running) -> None:
+    worker.engine.gate.clear()
+    with routed([worker.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        for streams in (False, True):
+            before = len(worker.engine.submitted)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{router.url}/v1/chat/completions", json={**ASKED, "stream": streams}, timeout=0.5)
+            eventually(lambda before=before: len(worker.engine.submitted) > before)  # type: ignore[misc]
+            eventually(lambda: len(worker.engine.aborted) >= len(worker.engine.submitted))
+        eventually(lambda: router.router.in_flight == 0)
+    worker.engine.gate.set()
+
+
+def test_tenants_are_known_to_workers_that_trust_the_router_and_usage_is_counted_once(tmp_path: Path) -> None:
+    keys = {name: make_key({"tenant": name, "class": "agent"}) for name in ("acme", "other")}
+    for key in keys.values():
+        append_key(tmp_path / "keys", key.key)
+    secret = "known-to-router-and-worker"
+    engine = FakeEngine()
+    log, own = (UsageLog(tmp_path / name, keep_bytes=1 << 20) for name in ("router", "worker"))
+    with ExitStack() as stack:
+        worker = stack.enter_context(running(engine, accounts=Accounts(router_key=secret, log=own)))
+        accounts = Accounts(keyring=Keyring(tmp_path / "keys"), log=log)
+        router = stack.enter_context(routed([worker.url], accounts=accounts, headers={"authorization": f"Bearer {secret}"}))
+        refused = httpx.post(f"{worker.url}/v1/chat/completions", json=ASKED)
+        assert refused.status_code == 401
+        forged = httpx.post(
+            f"{worker.url}/v1/chat/completions",
+            json=ASKED,
+            headers={"x-headstart-caller": '{"id":"k3f9c2a1","tenant":"acme"}', "authorization": "Bearer guessed"},
+        )
+        assert forged.status_code == 401
+        fleet = router.router.fleet
+        eventually(lambda: len(router.on_loop(lambda: fleet.able("fake"))) == 1)
+        for name, key in keys.items():
+            with router.client(key=key.text) as client:
+                assert client.chat.completions.create(**{**ASKED, "stream": False}).usage
+                assert engine.submitted[-1].tenant == name
+                assert engine.submitted[-1].retention == "agent"
+        assert engine.submitted[0].salt != engine.submitted[1].salt
+        assert httpx.get(f"{router.url}/router/workers").status_code == 401
+        own_key = {"authorization": f"Bearer {keys['acme'].text}"}
+        assert httpx.get(f"{router.url}/router/workers", headers=own_key).status_code == 403
+    log.close()
+    own.close()
+    counted = list(entries(tmp_path / "router", Reading()))
+    assert [one.tenant for one in counted] == ["acme", "other"]
+    assert all(one.prompt > 0 and one.output == 4 for one in counted)
+    assert list(entries(tmp_path / "worker", Reading())) == []
