@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handoff_kit import IDENTITY, alone, pair, worker
+import torch
+from handoff_kit import CONTEXT, IDENTITY, alone, pair, worker
 from reference import ask, loaded, some_tokens
 
 from asking import eventually
-from headstart.engine.base import Sampling
+from headstart.engine.base import Sampling, TokenEvent
 from headstart.engine.handoff import HandoffEngine
+from headstart.engine.handoff.outgoing import Outgoing, Part
 from headstart.engine.torch.engine import TorchEngine
+from headstart.engine.torch.kv_memory import KVMemory
 from headstart.engine.torch.model import TorchModel
 from headstart.errors import ConfigError, RequestError
 from model_fixtures import LATENT_KINDS
@@ -198,6 +201,57 @@ def test_many_at_once(two: tuple[HandoffEngine, HandoffEngine], one: TorchEngine
     eventually(lambda: prefill.load().kv_used_bytes == decode.load().kv_used_bytes == 0)
     for engine in two:
         assert engine._cache.check() == []
+
+
+def test_kv_on_a_device_goes_over_with_each_pass(model: Callable[[], TorchModel], one: TorchEngine, tmp_path: Path) -> None:
+    shape = model().shape
+    beside = KVMemory(shape, 2 * shape.region_bytes(CONTEXT), context_tokens=CONTEXT, device=torch.device("cpu"))
+    listen = [f"ipc://{tmp_path}/p.sock"]
+    with worker(model(), listen=listen, engine={"memory": beside}) as prefill, worker(model()) as decode:
+        prompt = some_tokens(500)
+        there, here = ask(decode, prompt, 4, prefill_at=prefill.addresses[0]), ask(one, prompt, 4)
+        there.result(), here.result()
+        assert there.tokens == here.tokens
+        assert decode.load().counters["handoff_tokens"] == 448
+        eventually(lambda: beside.used_bytes == 0)
+
+
+class _KV:
+    """Counts who holds it."""
+
+    held = 0
+
+    def retain(self) -> None:
+        self.held += 1
+
+    def release(self) -> None:
+        self.held -= 1
+
+    def buffers(self, layer: int, first: int, sizes: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_whatever_a_prompt_goes_through_all_of_it_is_sent(model: Callable[[], TorchModel]) -> None:
+    representation = model().shape.representation(query_heads=4)  # of three layers
+    out = Outgoing(representation, have=1, pieces=6, wake=lambda: None)
+    kv = _KV()
+    out.computed(kv, layers=2, tokens=200)  # a pass that is given up,
+    out.computed(kv, layers=1, tokens=130)  # a shorter one,
+    out.computed(kv, layers=3, tokens=130)
+    out.computed(kv, layers=3, tokens=64)  # it gave way, and is computed again from the start,
+    out.computed(kv, layers=1, tokens=400)
+    out.computed(kv, layers=3, tokens=400)  # to the end
+    out.told(TokenEvent(7, "length"))
+    assert isinstance(out.next(0.0), TokenEvent)  # before all KV
+    whole: dict[tuple[int, int], set[int]] = {}
+    while isinstance(part := out.next(0.0), Part):
+        whole.setdefault((part.first, part.count), set()).add(part.layer)
+        out.sent(part)
+    sent = sorted(
+        piece for (first, count), layers in whole.items() if len(layers) == 3 for piece in range(first, first + count)
+    )
+    assert sent == [1, 2, 3, 4, 5]
+    assert (kv.held, out.done) == (0, True)
 
 
 def test_a_request_that_names_nobody_is_computed_here(two: tuple[HandoffEngine, HandoffEngine]) -> None:

@@ -89,6 +89,7 @@ class Receiving:
             place = self._arrival.place(message.layer, message.first, message.count)
         except ValueError as error:
             raise WireError(str(error), reason="garbage") from error
+        begun_s = time.monotonic()
         nbytes = self._arrival.nbytes(message.layer, message.count)
         wanted = place is not None
         if place is None:
@@ -101,6 +102,7 @@ class Receiving:
         if self._sealing.check([place], key=key, layer=message.layer) != message.check:
             raise WireError("pieces are not what was sent", reason="corrupt")
         self._counters.add("handoff_received_bytes", nbytes)
+        self._counters.add("handoff_received_us", round(1e6 * (time.monotonic() - begun_s)))
         if wanted:
             self._arrival.landed(message.layer, message.first)
 
