@@ -116,6 +116,7 @@ def test_a_server_without_roles_says_so() -> None:
     [
         ({"server.role": "prefill"}, "--handoff-listen"),
         ({"server.role": "decode", "cache.enabled": False}, "cannot hand prompts over"),
+        ({"server.role": "decode", "cache.memory": "0"}, r"cache\.memory"),
         ({"handoff.listen": "tcp://*:0"}, "--handoff-secret"),
         ({"handoff.secret": "/nowhere/secret"}, "openssl rand"),
     ],

@@ -291,12 +291,9 @@ class PrefixCache:
         terms: Terms = DEFAULT_TERMS,
     ) -> Arrival | None:
         """Return where the blocks of a prompt go that another process sends, and hold what is stored of it already. None where
-        there is nowhere to put them: without a memory tier, or with states or pieces of no fixed size."""
-        memory = self._sources[0].tier if self._sources else None
-        representation = self.representation
-        if self._closed or self._forked or not isinstance(memory, MemoryTier):
-            return None
-        if representation.state != "none" or representation.varies:
+        there is nowhere to put them: without a memory tier of this process, or with states or pieces of no fixed size."""
+        memory, representation = self._arriving_in, self.representation
+        if self._closed or self._forked or memory is None:
             return None
         _require_shared(shared_tokens)
         require_salt(salt)
@@ -313,6 +310,17 @@ class PrefixCache:
             extras=partial(block_extras, salt=salt, shared_tokens=shared_tokens, contents=()),
             terms=terms,
         )
+
+    @property
+    def expects(self) -> bool:
+        """Whether `expect` may give anything."""
+        return self._arriving_in is not None
+
+    @property
+    def _arriving_in(self) -> MemoryTier | None:
+        apart = self.representation.state == "none" and not self.representation.varies
+        own = [source.tier for source in self._sources[:1] if isinstance(source.tier, MemoryTier)]
+        return own[0] if own and apart else None
 
     def fates(self, keys: Sequence[BlockKey], *, at_s: float) -> list[Fate]:
         """Return for each key of a chain why nothing was found under it at `at_s` (seconds since 1970), as far as saves,

@@ -421,6 +421,13 @@ def opened(inner: ServingEngine[Any], cache: PrefixCache | None, config: Config)
         raise ConfigError(
             f"{inner.info.model} cannot hand prompts over ({why}); leave [handoff] and --role out", key="server.role"
         )
+    if not cache.expects:
+        why = (
+            "KV that comes from others goes to a memory tier of this process's own: set cache.memory, and no cache.node_memory"
+        )
+        if config.server.role == "decode":
+            raise ConfigError(why, key="server.role")
+        _log.warning("prompts are computed for others, and none taken from them: %s", why)
     listen = [one for part in settings.listen.split(",") if (one := part.strip())]
     if config.server.role == "prefill" and not listen:
         raise ConfigError(
