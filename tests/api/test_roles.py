@@ -116,11 +116,12 @@ def test_a_server_without_roles_says_so() -> None:
     [
         ({"server.role": "prefill"}, "--handoff-listen"),
         ({"server.role": "decode", "cache.enabled": False}, "cannot hand prompts over"),
-        ({"server.role": "decode", "cache.memory": "0"}, r"cache\.memory"),
+        ({"server.role": "decode", "cache.memory": "0", "cache.capacity": "64MiB"}, r"cache\.memory"),
         ({"handoff.listen": "tcp://*:0"}, "--handoff-secret"),
         ({"handoff.secret": "/nowhere/secret"}, "openssl rand"),
     ],
 )
-def test_what_cannot_be_is_told_at_the_start(folder: Path, settings: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_told_at_the_start(folder: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    settings = {"cache.directory": tmp_path, **settings}
     with pytest.raises(ConfigError, match=said):
         open_model(load_config(overrides=_settings(folder, **settings)), on_progress=lambda stage, fraction: None)
