@@ -62,7 +62,7 @@ def configuration() -> Iterator[str]:
     yield "| key | flag | default | |"
     yield "|---|---|---|---|"
     for key, setting in settings().items():
-        default = {"None": "none", "True": "true", "False": "false"}.get(str(setting.default), setting.default)
+        default = {"None": "none", "()": "none", "True": "true", "False": "false"}.get(str(setting.default), setting.default)
         yield f"| `{key}` | `{setting.flag}` | {default} | {setting.help} |"
 
 

@@ -46,6 +46,17 @@ RETENTION = "agent=3d..30d, chat=7d..30d, default=0s.."
 
 
 @dataclass(frozen=True, slots=True)
+class TieringConfig:
+    rules: Annotated[
+        tuple[str, ...],
+        Meta(
+            extra={"lines": True},
+            description="rules by which what is stored moves between tiers, and where saves go; a server follows changes",
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     enabled: Annotated[bool, Meta(description="keep the KV of prompts for later requests and restarts")] = True
     directory: Annotated[
@@ -113,6 +124,8 @@ class CacheConfig:
     load_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="after which a load is given up and computed instead")] = (
         30.0
     )
+
+    tiering: TieringConfig = field(default_factory=TieringConfig)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -317,8 +330,7 @@ def load_config(
     Overrides are what flags give: {"cache.memory": "1GiB"}; `overrides_from` says where they stand if they are not flags
     ("in …"). A leading ~ in a path is the home directory. Raises ConfigError naming the key, where it was set and the nearest
     right name."""
-    if file is None and (named := os.environ.get("HEADSTART_CONFIG")):
-        file = Path(named)
+    file = config_file_of(file)
     chosen: dict[str, Any] = {key: _expanded(setting.default) for key, setting in settings().items()}
     if file is not None:
         chosen |= _from_file(file)
@@ -326,6 +338,12 @@ def load_config(
     for key, value in (overrides or {}).items():
         chosen[key] = _converted(key, value, where=overrides_from or _where_flag(key), strict=False)
     return _assemble(chosen)
+
+
+def config_file_of(file: Path | None) -> Path | None:
+    """Return the configuration file: the one that is named, or else $HEADSTART_CONFIG."""
+    named = os.environ.get("HEADSTART_CONFIG")
+    return Path(named) if file is None and named else file
 
 
 @cache
@@ -364,11 +382,23 @@ def parse_retention(text: str) -> dict[str, tuple[int, int | None]]:
         guaranteed, dots, ceiling = span.partition("..")
         if not dots:
             raise ConfigError(f'{name}={span}: write two times, as in "7d..30d", or "7d.." without a ceiling', text=text)
-        low, high = _duration_ms(guaranteed), _duration_ms(ceiling) if ceiling else None
+        low, high = parse_duration_ms(guaranteed), parse_duration_ms(ceiling) if ceiling else None
         if high is not None and high < max(low, 1):
             raise ConfigError(f"{name}={span}: the ceiling is below what is guaranteed; write the longer time last", text=text)
         spans[name] = (low, high)
     return spans
+
+
+def parse_duration_ms(text: str) -> int:
+    """Return milliseconds for "90s", "12h", "3d" or "2w". Raises ConfigError.
+
+    >>> parse_duration_ms("1.5h")
+    5400000
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
+    if found is None or found[2] not in _DURATIONS_MS:
+        raise ConfigError(f'{text!r} is not a time; write a number and s, m, h, d or w, as in "90s", "12h", "3d"', text=text)
+    return min(round(float(found[1]) * _DURATIONS_MS[found[2]]), _MAX_DURATION_MS)
 
 
 def parse_quotas(text: str) -> dict[str, str]:
@@ -552,13 +582,6 @@ def _pairs(text: str, example: str) -> Iterable[tuple[str, str]]:
         yield found[1], found[2]
 
 
-def _duration_ms(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-    if found is None or found[2] not in _DURATIONS_MS:
-        raise ConfigError(f'{text!r} is not a time; write a number and s, m, h, d or w, as in "90s", "12h", "3d"', text=text)
-    return min(round(float(found[1]) * _DURATIONS_MS[found[2]]), _MAX_DURATION_MS)
-
-
 def _settings_of(cls: type, prefix: str) -> Iterable[Setting]:
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
@@ -631,6 +654,8 @@ def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
         converted: Any
         if _extra(setting.type, "paths"):
             converted = _paths(value, strict=strict)
+        elif _extra(setting.type, "lines"):
+            converted = _lines(value)
         else:
             converted = msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
         if sizes is not None and converted not in sizes:
@@ -662,6 +687,15 @@ def _paths(value: object, *, strict: bool) -> Path | tuple[Path, ...]:
     if not found:
         raise msgspec.ValidationError("Expected a path")
     return found if len(found) > 1 else found[0]
+
+
+def _lines(value: object) -> tuple[str, ...]:
+    """Return texts: a list in the file, separated by semicolons where there is only one text."""
+    if isinstance(value, str):
+        value = [line for part in value.split(";") if (line := part.strip())]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(line, str) for line in value):
+        raise msgspec.ValidationError('write a list of texts, as in ["…", "…"]')
+    return tuple(value)
 
 
 def _expanded(value: Any) -> Any:
