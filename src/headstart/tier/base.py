@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from headstart.block.representation import Representation
 
+MOVED = "moved"  # why an extent is removed that lies elsewhere now: its blocks are not gone
 ExtentId = NewType("ExtentId", int)  # names one extent in one tier of this process; never reused while it lives
 
 
@@ -94,6 +95,7 @@ class ExtentInfo:
     pinned_until_ms: int | None = None
     state: bool = False  # it ends with a boundary state
     leased: bool = False  # by this process
+    used_ms: int | None = None  # when it was used last, about, and not later than that; None where that is not known
     where: str = ""  # the place in words: a file of the tier and an offset; "" in memory
 
 

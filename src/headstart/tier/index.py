@@ -110,6 +110,10 @@ class BlockIndex:
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return self._prefixes[np.repeat(self._firsts[extents].astype(np.int64), counts) + within].view(np.uint8), counts
 
+    def counts(self, extents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As `count` for extents that are all here."""
+        return self._counts[extents].astype(np.int64)
+
     def count(self, extent: int) -> int:
         """Return how many blocks an extent has."""
         count: int = self._counts.item(extent) if 0 <= extent < len(self._counts) else 0

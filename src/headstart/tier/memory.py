@@ -23,6 +23,7 @@ from headstart.metrics import Counters
 from headstart.tier.arena import ALIGNMENT, Arena, Region
 from headstart.tier.base import (
     DEFAULT_TERMS,
+    MOVED,
     Change,
     ExtentId,
     ExtentInfo,
@@ -54,6 +55,7 @@ class _Extent:
     tenant: str
     parent: bytes
     last_used: int
+    used_ms: int
     state: bool = False  # it ends with a boundary state
     leases: int = 0
 
@@ -268,6 +270,7 @@ class MemoryTier:
                 if found is not None:
                     self._uses += 1
                     found.last_used = self._uses
+                    found.used_ms = _now_ms()
                     self._extents.move_to_end(extent)
 
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
@@ -355,6 +358,7 @@ class MemoryTier:
             tenant=terms.tenant,
             parent=header.parent[:PREFIX_BYTES],
             last_used=self._uses,
+            used_ms=_now_ms(),
             state=header.state_bytes > 0,
         )
         self._extents[extent.id] = extent
@@ -382,8 +386,8 @@ class MemoryTier:
 
     def _remove(self, extent: _Extent, reason: str) -> None:
         del self._extents[extent.id]
-        if not self._closed:
-            self._removals.append((Gone(time.time_ns() // 1_000_000, reason), extent.representation, extent.keys))
+        if not self._closed and reason != MOVED:
+            self._removals.append((Gone(_now_ms(), reason), extent.representation, extent.keys))
         if extent.leases:
             self._leased_bytes -= extent.region.nbytes
         self._places[extent.representation].leave(extent)
@@ -416,6 +420,10 @@ def _scatter(region: Region, read: ReadRange) -> int:
     return nbytes
 
 
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
 def _info(extent: _Extent) -> ExtentInfo:
     return ExtentInfo(
         id=extent.id,
@@ -431,4 +439,5 @@ def _info(extent: _Extent) -> ExtentInfo:
         parent=extent.parent,
         state=extent.state,
         leased=extent.leases > 0,
+        used_ms=extent.used_ms,
     )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -37,7 +38,7 @@ from headstart.tier.base import (
     TierStatistics,
     WriteOutcome,
 )
-from headstart.tier.devices.asking import Asking, lane_of, named
+from headstart.tier.devices.asking import Asking, ids_of, lane_of, named
 from headstart.tier.devices.device import Device
 from headstart.tier.devices.drain import Drain
 from headstart.tier.devices.listing import name_of
@@ -45,6 +46,7 @@ from headstart.tier.devices.members import Capacities, Members, OpenDirectory
 from headstart.tier.devices.writing import Writing
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.books import Removal
+from headstart.tier.surveying import Survey
 
 LOOK_S = 2.0  # how often the list of devices and their health are looked at
 LAYER_BYTES = 512 << 10  # of one extent: reads of that size are near a device's full rate, and a prompt has enough of them
@@ -252,6 +254,13 @@ class DeviceTier:
             self._asking.change(device, partial(touch, uses=numbered), "touch")
         return None
 
+    @contextmanager
+    def moving(self) -> Iterator[bool]:
+        """Keep other processes from moving extents to another tier, as the first device that answers knows."""
+        tiers = self._asking.tiers()
+        with tiers[0].moving() if tiers else nullcontext(False) as mine:
+            yield mine
+
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
         deleted = self._asking.change_each(extents, lambda tier, inner: tier.delete(inner, reason=reason), "delete")
@@ -289,6 +298,13 @@ class DeviceTier:
         self._require_open()
         there = [(device, device.tier.scan()) for device in self.devices if device.tier is not None and device.answers]
         return chain.from_iterable((info for one in found if (info := named(device, one))) for device, found in there)
+
+    def survey(self) -> Iterator[Survey]:
+        self._require_open()
+        for device in self.devices:
+            if device.tier is not None and device.answers:
+                for found in device.tier.survey():
+                    yield replace(found, ids=ids_of(device, found.ids))
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first."""

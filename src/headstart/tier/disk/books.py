@@ -34,6 +34,7 @@ from headstart.tier.disk.records import (
     SegmentSealed,
     Snapshot,
     Touched,
+    UsesTimed,
     removed_records,
 )
 from headstart.tier.disk.table import ExtentTable, Segment
@@ -42,8 +43,8 @@ REMOVALS_KEPT = 10_000
 GONE_KEPT = 4096  # segments that are no more and are still known by name
 _WAITING = 1 << 16  # promises and pins of extents that were not heard of yet, at most
 _PART = 256  # records of a snapshot at once: what a lookup may have to wait for
-# Bytes of a journal, about: of a record, of an extent that is only named, and of one's promise and pin.
-_RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES = 128, 32, 64
+# Bytes of a journal, about: of a record, of an extent that is only named, of one's promise and pin, of the time of a use.
+_RECORD_BYTES, _DEAD_BYTES, _TERMS_BYTES, _NOTE_BYTES = 128, 32, 64, 16
 
 
 class Removal(NamedTuple):
@@ -108,6 +109,8 @@ class Books(ExtentTable):
                     self.representations[digest] = encoded
                     if own:
                         self.declared.add(digest)
+                case UsesTimed(notes):
+                    self.use_times.note(notes)
                 case Snapshot(counter, _):
                     self.counter = max(self.counter, counter)
         if self._loading:
@@ -398,6 +401,8 @@ class Books(ExtentTable):
         """Yield, part by part, what the own journal must say when it starts anew. Segment by segment, so that damage inside
         costs one. Others' records may be applied between two parts: what they change, their journals say."""
         yield [Snapshot(self.counter, self.next_sequence), *map(RepresentationDeclared, self.representations.values())]
+        if (timed := self.use_times.record()) is not None:
+            yield [timed]
         for segment in list(self.segments.values()):
             if not segment.gone:
                 yield from self._segment_parts(segment, now_ms)
@@ -417,7 +422,12 @@ class Books(ExtentTable):
             + _DEAD_BYTES * dead
             + _TERMS_BYTES * int(np.count_nonzero(self._kept.said[: self._used_rows][self._alive[: self._used_rows]]))
             + sum(map(len, self.representations.values()))
+            + _NOTE_BYTES * len(self.use_times)
         )
+
+    def time_uses(self, now_ms: int) -> list[Record]:
+        """Return the note of the time by which so many uses were counted; none where none came since the last one."""
+        return [UsesTimed(((self.counter, now_ms),))] if self.counter > self.use_times.latest else []
 
     def opened_record(self, segment: Segment) -> SegmentOpened:
         return SegmentOpened(

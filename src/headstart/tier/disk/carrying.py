@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned, examine
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.tier.base import ExtentId
+from headstart.tier.base import MOVED, ExtentId
 from headstart.tier.disk.adding import add_extent
 from headstart.tier.disk.doubles import carry_over
 from headstart.tier.disk.durable import sync_places
@@ -26,7 +26,6 @@ from headstart.tier.disk.table import Segment
 if TYPE_CHECKING:
     from headstart.tier.disk.store import Store
 
-MOVED = "moved"  # why the old ones are removed
 _Place = tuple[Segment, int, int]
 
 

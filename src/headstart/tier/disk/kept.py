@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
+from headstart.policy.tiering import Words
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record
 from headstart.tier.growing import Maps
 
@@ -117,6 +118,13 @@ class Kept:
     def tenant_of(self, row: int) -> str:
         return self._tenant_names[int(self.tenants[row])]
 
+    def words(self, rows: _Rows) -> tuple[Words, Words]:
+        """Return the classes and the tenants of rows."""
+        return (
+            Words(self._classes[rows].astype(np.int64), self._class_names.names()),
+            Words(self.tenants[rows].astype(np.int64), self._tenant_names.names()),
+        )
+
     def tenant_number(self, tenant: str) -> int:
         number = self._tenant_names.number(tenant)
         self._tenant_bytes.extend([0] * (number + 1 - len(self._tenant_bytes)))
@@ -173,6 +181,9 @@ class _Names:
         if number == len(self._names):
             self._names.append(name)
         return number
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
 
     def __getitem__(self, number: int) -> str:
         return self._names[number]

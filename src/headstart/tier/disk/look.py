@@ -20,7 +20,7 @@ from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, ExtentInfo
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.books import Books, Removal
-from headstart.tier.disk.directory import Directory
+from headstart.tier.disk.directory import FEATURES, POOL, Directory
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.follow import follow_all
@@ -31,11 +31,13 @@ _PART_BYTES = 8 << 20
 class Look:
     """Use as a context manager. Not safe from many threads."""
 
-    def __init__(self, root: Path, *, retention: Retention | None = None, disk: Disk | None = None) -> None:
-        """Read what is there. `retention`: what classes promise. Raises NotThere, FormatMismatch, TierUnavailable, OSError."""
+    def __init__(self, root: Path, *, retention: Retention | None = None, disk: Disk | None = None, pool: bool = False) -> None:
+        """Read what is there. `retention`: what classes promise. `pool`: it is one that many machines share. Raises NotThere,
+        FormatMismatch, TierUnavailable, OSError."""
         self.root = root
         self._disk = RealDisk() if disk is None else disk
-        self._directory = Directory(self._disk, root)
+        self.pool = pool
+        self._directory = Directory(self._disk, root, features=frozenset({POOL}) if pool else FEATURES)
         self._directory.require()
         self._books = Books(retention=retention)
         self._others = follow_all(self._disk, self._directory, self._books)

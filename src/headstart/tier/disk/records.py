@@ -56,6 +56,7 @@ class RecordType(IntEnum):
     QUARANTINED = 10
     SNAPSHOT = 11
     LEFT = 9 | SKIPPABLE
+    USES_TIMED = 10 | SKIPPABLE
 
 
 class SegmentName(NamedTuple):
@@ -200,6 +201,13 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class UsesTimed:
+    """When the counter of uses stood where: pairs of its value and milliseconds since 1970."""
+
+    notes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """A record that says nothing to this version, but may to a later one: it is passed over, and outlives the generation."""
 
@@ -218,6 +226,7 @@ Record = (
     | Removed
     | Snapshot
     | Left
+    | UsesTimed
     | Unknown
 )
 
@@ -322,6 +331,7 @@ _PIN = struct.Struct("<16sIQQQ")
 _REMOVED = struct.Struct("<QIB")
 _GONE = struct.Struct("<16sIQI")
 _SNAPSHOT = struct.Struct("<QI")
+_USES_TIMED = struct.Struct("<QQ")
 
 
 def _check(body: bytes | memoryview, writer: bytes, generation: int, offset: int) -> bytes:
@@ -358,6 +368,8 @@ def _encode(record: Record) -> tuple[int, bytes]:
             return RecordType.SNAPSHOT, _SNAPSHOT.pack(counter, next_sequence)
         case Left():
             return RecordType.LEFT, b""
+        case UsesTimed(notes):
+            return RecordType.USES_TIMED, b"".join(_USES_TIMED.pack(*note) for note in notes)
         case Unknown(kind, payload):
             return kind, payload
 
@@ -419,6 +431,11 @@ def decode_payload(kind: int, payload: memoryview) -> Record:
             return Snapshot(counter, next_sequence)
         case RecordType.LEFT:
             return Left()
+        case RecordType.USES_TIMED:
+            notes = tuple(_USES_TIMED.iter_unpack(payload))
+            _require_below(USES, *(counter for counter, _ in notes))
+            _require_below(_U62, *(time_ms for _, time_ms in notes))
+            return UsesTimed(notes)
         case _ if kind & SKIPPABLE:
             return Unknown(kind, bytes(payload))
         case _:

@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.retention import FOREVER_MS, Retention
+from headstart.policy.tiering import Facts
 from headstart.tier.base import ExtentId, ExtentInfo, Shape
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.disk.kept import Kept
 from headstart.tier.disk.offsets import Offsets, Rows
 from headstart.tier.disk.records import BOUNDARY_STATE, PREFIX_BYTES, USES, ExtentAdded, ExtentName, Record, SegmentName
+from headstart.tier.disk.use_times import UseTimes
 from headstart.tier.growing import Maps
 from headstart.tier.index import BlockIndex
+from headstart.tier.surveying import Survey
 
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
@@ -86,6 +89,7 @@ class ExtentTable:
 
     def __init__(self, retention: Retention) -> None:
         self.counter = 0
+        self.use_times = UseTimes()
         self.live_bytes = 0
         self.blocks = 0
         self.extents = 0
@@ -200,6 +204,7 @@ class ExtentTable:
             promised_ms,
             expires_ms,
             (self._flags[rows] & BOUNDARY_STATE) != 0,
+            self.use_times.of(self._last_used[rows], now_ms=now_ms or FOREVER_MS),
         )
         found = []
         for n, (
@@ -217,6 +222,7 @@ class ExtentTable:
             promised,
             expires,
             state,
+            used_ms,
         ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
             representation, file = where[number]
             pinned_ms = self._kept.pinned_ms(row)
@@ -238,6 +244,7 @@ class ExtentTable:
                     expires_ms=None if expires == FOREVER_MS else expires,
                     pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
                     leased=leased,
+                    used_ms=None if used_ms == FOREVER_MS else used_ms,
                     where=f"{file}, byte {offset}",
                 )
             )
@@ -282,6 +289,28 @@ class ExtentTable:
             tenants=self._kept.tenants[rows],
             created_ms=self._created_ms[rows],
         )
+
+    def survey(self, rows: npt.NDArray[np.int64], tier: str, *, now_ms: int) -> Survey:
+        """Return what rules may ask of some living extents."""
+        blocks = np.zeros(len(rows), np.int64)
+        numbers, member = np.unique(self._segment[rows], return_inverse=True)
+        of_segment = [self._numbered[number].representation for number in numbers.tolist()]
+        for name in dict.fromkeys(of_segment):
+            mine = np.array([other == name for other in of_segment], np.bool_)[member]
+            blocks[mine] = self._index(name).counts(rows[mine])
+        used_ms = self.use_times.of(self._last_used[rows], now_ms=now_ms)
+        retention, tenant = self._kept.words(rows)
+        facts = Facts(
+            tier,
+            retention=retention,
+            tenant=tenant,
+            idle_ms=np.maximum(now_ms - used_ms, 0),
+            age_ms=np.maximum(now_ms - self._created_ms[rows], 0),
+            nbytes=self._extent_bytes[rows],
+            blocks=blocks,
+        )
+        stays = (self._leases[rows] != 0) | np.isin(rows, self._kept.pinned(now_ms))
+        return Survey(self._ids(rows), facts, self._last_used[rows], stays)
 
     def parents(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return for each extent the row in which the block before its first one is found, or -1."""

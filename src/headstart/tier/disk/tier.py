@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Literal, Self
@@ -22,6 +23,7 @@ from headstart.metrics import Counters
 from headstart.policy.retention import Retention
 from headstart.tier.base import (
     DEFAULT_TERMS,
+    MOVED,
     ExtentId,
     ExtentInfo,
     Gone,
@@ -36,9 +38,8 @@ from headstart.tier.base import (
     WriteOutcome,
 )
 from headstart.tier.disk.books import Removal
-from headstart.tier.disk.carrying import MOVED
 from headstart.tier.disk.check import check_files, check_store
-from headstart.tier.disk.directory import Directory, unavailable
+from headstart.tier.disk.directory import MARKER, Directory, unavailable
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.doubles import JOINED
 from headstart.tier.disk.follow import Others
@@ -58,11 +59,13 @@ from headstart.tier.disk.segment import SegmentHeader, segment_capacity
 from headstart.tier.disk.store import Store
 from headstart.tier.disk.table import Segment
 from headstart.tier.disk.tending import Tending
+from headstart.tier.surveying import ROWS, Survey
 
 DAY_MS = 86_400_000
 MIN_CAPACITY_BYTES = 1 << 20
 REFRESH_INTERVAL_S = 0.05
 _SCAN_ROWS = 2048  # some milliseconds
+_MOVING_AT = 1 << 40  # a byte of the marker that never is: whoever moves extents to another tier locks it
 FOLLOW_S = 1.0  # how long a lease waits for its look at what other processes did
 CHANGE_FOLLOW_S = 5.0  # and a change: where the disk is slow, too, something must get stored
 ELSEWHERE = (JOINED, MOVED)  # why extents went whose blocks are still there
@@ -296,6 +299,17 @@ class DiskTier:
             self.refresh()
         return self._tending.step()
 
+    @contextmanager
+    def moving(self) -> Iterator[bool]:
+        """Keep other processes from moving extents to another tier; False where one is at it. Raises OSError."""
+        disk = self._store.disk
+        handle = disk.open(self._store.directory.root / MARKER, "write")
+        try:
+            yield disk.lock_range(handle, _MOVING_AT, 1, exclusive=True)
+        finally:
+            with suppress(OSError):  # the lock ends with it
+                disk.close(handle)
+
     def delete(self, extents: Sequence[ExtentId], *, reason: str) -> int:
         self._require_open()
         require_short(reason)
@@ -309,6 +323,19 @@ class DiskTier:
         self._look_due = self._clock() + self.refresh_interval_s
         self._store.recreate_if_lost()
         self._follow(wait_s=self.refresh_wait_s)
+
+    def survey(self) -> Iterator[Survey]:
+        self._require_open()
+        books, low = self._store.books, 0
+        while True:
+            with self._store.lock:  # not for all at once: a lookup would wait for it
+                living = books.living()
+                rows = living[np.searchsorted(living, low) :][:ROWS]
+                found = books.survey(rows, self.name, now_ms=self._store.now_ms())
+            if not len(rows):
+                return
+            low = int(rows[-1]) + 1
+            yield found
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()

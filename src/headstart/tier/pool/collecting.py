@@ -22,8 +22,7 @@ from headstart.block.representation import Representation
 from headstart.block.whole import aligned, examine
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.policy.eviction import Emptying, Files, choose_emptying, choose_victims
-from headstart.tier.base import ExtentId
-from headstart.tier.disk.carrying import MOVED
+from headstart.tier.base import MOVED, ExtentId
 from headstart.tier.disk.evicting import Weighed, not_continued, weigh
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record, SegmentName, SegmentSealed
 from headstart.tier.disk.removal import unlink

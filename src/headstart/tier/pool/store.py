@@ -228,6 +228,45 @@ class PoolStore:
             self.pauses.end()
             return WriteOutcome(stored=True, reason="written")
 
+    def add_all(
+        self, some: Sequence[tuple[memoryview, ExtentAdded, Sequence[bytes]]], representation: Representation, attempt: Attempt
+    ) -> list[WriteOutcome]:
+        """As `add` for several extents (image, record, keys), with one flush for all that fit into a segment; where one is not
+        stored, none behind it is tried or told of."""
+        outcomes: list[WriteOutcome] = []
+        with self.turn() as mine:
+            if not mine or attempt.given_up or self.pauses.holds:
+                return [self.refused("stopped")]
+            written: list[ExtentAdded] = []  # which nobody knows of yet
+            first = 0  # of those
+            try:
+                for image, added, keys in some:
+                    if self._present(representation, keys, state=bool(added.flags & BOUNDARY_STATE)):
+                        outcomes.append(WriteOutcome(stored=True, reason="present"))
+                        continue
+                    if not self._within_quota(added.tenant, sum(one.extent_bytes for one in written) + image.nbytes):
+                        outcomes.append(self.refused("quota"))
+                        break
+                    segment = self.appending.get((representation.digest, False))
+                    if segment is None or segment.gone or segment.sealed or segment.end + image.nbytes > segment.capacity_bytes:
+                        self._commit(written, attempt)  # a segment is sealed when all in it is told
+                        written, first = [], len(outcomes)
+                    self._require_registered()
+                    segment = self._segment_for(image.nbytes, representation, replacing=False)
+                    if segment is None:
+                        outcomes.append(self.refused("full"))
+                        break
+                    name = self._put(image, segment)
+                    written.append(replace(added, extent=name, last_used=self.books.next_use() + len(written)))
+                    outcomes.append(WriteOutcome(stored=True, reason="written"))
+                self._commit(written, attempt)
+            except (OSError, StoreError) as error:
+                stopped = self._stop(error)
+                outcomes = [*(outcomes[:first] if written else outcomes), stopped]
+            else:
+                self.pauses.end()
+        return outcomes
+
     def write_extent(
         self,
         image: memoryview,
@@ -243,20 +282,31 @@ class PoolStore:
         segment = self._segment_for(image.nbytes, representation, replacing=replacing)
         if segment is None:
             return None
+        name = self._put(image, segment)
+        self._commit([replace(added, extent=name, last_used=added.last_used or self.books.next_use())], attempt)
+        return name
+
+    def _put(self, image: memoryview, segment: Segment) -> ExtentName:
+        """Write an image behind what a segment holds, not flushed; `_commit` makes it an extent. In turn. Raises OSError."""
         offset = segment.end
         with self.lock:
             segment.end += image.nbytes  # whatever becomes of it: a place is used once
-        with self.files.held(segment) as handle:
-            self._write(handle, image, offset, segment)
+        with self._flushed(segment) as handle:
+            self.disk.write(handle, image, offset)
+        return ExtentName(segment.name, offset)
+
+    def _commit(self, placed: Sequence[ExtentAdded], attempt: Attempt) -> None:
+        """Flush images, then the records that name them. In turn. Raises OSError, StoreError, and then none counts here."""
+        for name in dict.fromkeys(one.extent.segment for one in placed):
+            segment = self.books.segment(name)
+            with self._flushed(segment) as handle:
+                self.disk.sync(handle)
         if attempt.given_up:
             raise OSError(errno.ETIMEDOUT, "the write took too long")
-        last_used = added.last_used or self.books.next_use()
-        placed = replace(added, extent=ExtentName(segment.name, offset), last_used=last_used)
-        self.append([placed])
+        self.append(placed)
         with self.lock:
-            self.books.apply([placed], own=True)
-        self.counters.add("bytes_written", image.nbytes)
-        return placed.extent
+            self.books.apply(placed, own=True)
+        self.counters.add("bytes_written", sum(one.extent_bytes for one in placed))
 
     def remove(self, extents: Sequence[ExtentId], *, reason: str) -> list[ExtentId]:
         """Say that extents are no more, those leased here excepted; what is corrupt goes even so. The bytes are the
@@ -310,8 +360,11 @@ class PoolStore:
         self.promises.flush()
         with self.lock:
             uses, self._touched = list(self._touched.items()), {}
-        for first in range(0, len(uses), _USES_A_RECORD):
-            self.append([Touched(tuple(uses[first : first + _USES_A_RECORD]))])
+            timed = self.books.time_uses(self.now_ms())
+        batches = [uses[first : first + _USES_A_RECORD] for first in range(0, len(uses), _USES_A_RECORD)]
+        self.append([*(Touched(tuple(batch)) for batch in batches), *timed])
+        with self.lock:
+            self.books.apply(timed, own=True)
 
     def renew(self) -> None:
         """Begin the own journal anew, with what it vouches for and no more. In turn. Raises OSError, and then the old one
@@ -492,10 +545,12 @@ class PoolStore:
         self.appending[representation.digest, replacing] = segment
         return segment
 
-    def _write(self, handle: Handle, image: memoryview, offset: int, segment: Segment) -> None:
+    @contextmanager
+    def _flushed(self, segment: Segment) -> Iterator[Handle]:
+        """Hold a segment's file; one that cannot be written or flushed is not added to any more."""
         try:
-            self.disk.write(handle, image, offset)
-            self.disk.sync(handle)
+            with self.files.held(segment) as handle:
+                yield handle
         except OSError as error:
             if error.errno not in FULL:
                 self.appending = {name: one for name, one in self.appending.items() if one is not segment}

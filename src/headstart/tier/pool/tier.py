@@ -53,6 +53,7 @@ from headstart.tier.pool.store import Attempt, PoolStore
 from headstart.tier.pool.terms import Election
 from headstart.tier.pool.terms import Terms as CollectorTerms
 from headstart.tier.pool.timing import Timing
+from headstart.tier.surveying import ROWS, Survey
 
 T = TypeVar("T")
 _SLOWEST_BYTES_S = 4 << 20  # a mount that writes slower than that hangs
@@ -242,6 +243,40 @@ class PoolTier:
             self.keep(self.locate(representation.digest, header.keys).ids(), terms)
         return outcome
 
+    def write_all(
+        self, images: Sequence[memoryview], representation: Representation, *, terms: Sequence[Terms]
+    ) -> list[WriteOutcome]:
+        """As `write` for several, with one flush for all. Where one is not stored, none behind it is tried or told of."""
+        self._require_open()
+        store = self._store
+        headers = [decode_header(image, representation) for image in images]
+        largest = self.max_extent_bytes(representation)
+        if any(image.nbytes > largest for image in images):
+            return [self.write(image, representation, terms=its) for image, its in zip(images, terms, strict=True)]
+        some = [
+            (image, record_of(image, header, representation, its, steady_ms=store.steady_ms), header.keys)
+            for image, header, its in zip(images, headers, terms, strict=True)
+        ]
+        if self._changes.stuck:
+            return [store.refused("stopped")]
+        attempt = Attempt()
+        try:
+            outcomes = self._ask(
+                lambda: store.add_all(some, representation, attempt),
+                patience_s=store.timing.answer_s + sum(image.nbytes for image in images) / _SLOWEST_BYTES_S,
+                late="write_timed_out",
+            )
+        except StoreError as error:
+            if error.facts.get("reason") != "hangs":
+                raise
+            attempt.given_up = True
+            store.pauses.begin("the file system does not answer")
+            return [WriteOutcome(stored=False, reason="stopped")]
+        for outcome, header, its in zip(outcomes, headers, terms, strict=False):
+            if outcome.stored:
+                self.keep(self.locate(representation.digest, header.keys).ids(), its)
+        return outcomes
+
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
         if not self._store.read_only:
@@ -276,6 +311,12 @@ class PoolTier:
         with self._store.lock:
             return list(self._store.books.representations)
 
+    def representation(self, digest: bytes) -> Representation | None:
+        """Return the representation of which extents are or were here."""
+        with self._store.lock:
+            encoded = self._store.books.representations.get(digest)
+        return None if encoded is None else Representation.decode(encoded)
+
     def watch(self, on_change: OnChange) -> None:
         with self._store.lock:
             self._store.books.on_change = on_change
@@ -283,6 +324,19 @@ class PoolTier:
     def tend(self) -> bool:
         """The tier tends itself, whether or not anybody has time for it."""
         return False
+
+    def survey(self) -> Iterator[Survey]:
+        self._require_open()
+        books, low = self._store.books, 0
+        while True:
+            with self._store.lock:  # not for all at once: a lookup would wait for it
+                living = books.living()
+                rows = living[np.searchsorted(living, low) :][:ROWS]
+                found = books.survey(rows, self.name, now_ms=self._store.now_ms())
+            if not len(rows):
+                return
+            low = int(rows[-1]) + 1
+            yield found
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()
