@@ -15,6 +15,7 @@ from headstart.errors import HeadstartError, StoreError
 from headstart.events import Publisher
 from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
+from headstart.policy.rule_text import parse_rules
 from headstart.tier.base import Tier
 from headstart.tier.devices import DeviceTier
 from headstart.tier.devices.rooms import room_of, rooms_of
@@ -34,8 +35,8 @@ def open_cache(
     config: CacheConfig, *, identity: Identity, representation: Representation, match_timeout_s: float = MATCH_TIMEOUT_S
 ) -> PrefixCache:
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
-    opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size that is no size,
-    never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
+    opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size or a rule of tiers
+    that is none, never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
     return open_caches(config, identity=identity, representations=[representation], match_timeout_s=match_timeout_s)[0]
 
 
@@ -48,6 +49,7 @@ def open_caches(
 ) -> list[PrefixCache]:
     """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
     what is stored of several shards. Closing one closes the tiers of all."""
+    policy = parse_rules(config.tiering.rules)
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
@@ -82,7 +84,7 @@ def open_caches(
             warnings.append(f"no KV events: {error.strerror}; stop what listens there, or change cache.kv_events")
     for warning in warnings:
         _log.warning("%s", warning)
-    return [
+    caches = [
         PrefixCache(
             tiers,
             identity=identity,
@@ -92,9 +94,13 @@ def open_caches(
             write_budget_bytes=budget_bytes,
             warnings=[*warnings, *logged],
             publisher=publisher if number == 0 else None,
+            moves=number == 0,
         )
         for number, one in enumerate(representations)
     ]
+    for cache in caches:
+        cache.apply_rules(policy)
+    return caches
 
 
 def _publisher(endpoint: str) -> Publisher:
@@ -208,6 +214,19 @@ def memory_to_come(config: CacheConfig) -> int:
         return 0
     node_bytes = parse_size(config.node_memory)
     return bytes_to_come(config.node_path, node_bytes) if node_bytes else parse_size(config.memory)
+
+
+def tier_names(config: CacheConfig) -> tuple[str, ...]:
+    """Return which tiers a configuration asks for, fastest first."""
+    if not config.enabled:
+        return ()
+    asked = {
+        "memory": parse_size(config.memory) > 0 or parse_size(config.node_memory) > 0,
+        "disk": parse_size(config.capacity, of_bytes=ANY_DISK_BYTES) > 0,
+        "pool": config.pool is not None,
+        "object": bool(config.object_store),
+    }
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:

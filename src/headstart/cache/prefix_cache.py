@@ -40,9 +40,11 @@ from headstart.cache.saver import Saver, SaveRequest
 from headstart.cache.source import Source
 from headstart.cache.telling import Telling
 from headstart.cache.ticket import SaveResult, Ticket
+from headstart.cache.tiering import Tiering, TieringStatus
 from headstart.errors import StoreError
 from headstart.events import Publisher
 from headstart.metrics import Counters
+from headstart.policy.tiering import Policy
 from headstart.tier.base import DEFAULT_TERMS, LimitedTier, Problem, Terms, Tier, TierStatistics
 from headstart.tier.lookup_thread import Patience
 from headstart.tier.memory import MemoryTier
@@ -54,6 +56,7 @@ __all__ = ["CacheStatistics", "Content", "KVView", "Lease", "Load", "PrefixCache
 MATCH_TIMEOUT_S = 0.2  # an engine's thread waits for it
 _PROMOTED_SHARE = 4  # one in so many of the memory tier's bytes may be of what is only expected
 _LAST_EVENTS_S = 2.0
+_LAST_MOVE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,8 @@ class PrefixCache:
     `write_budget_bytes`: what may be written in 24 hours to each tier that is not memory, None for any amount; see
     `policy.admission` for what goes without when it runs short.
     `warnings`: one sentence for each tier that was asked for and could not be had. `publisher`: where what is stored is told as
-    it changes; it is taken over."""
+    it changes; it is taken over. `moves`: whether rules that are applied (`apply_rules`) move what lies in the tiers; else they
+    only say where saves go, as another cache over the same tiers moves it."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class PrefixCache:
         write_budget_bytes: int | None = None,
         warnings: Sequence[str] = (),
         publisher: Publisher | None = None,
+        moves: bool = True,
     ) -> None:
         self.identity = identity
         self.representation = representation
@@ -95,6 +100,8 @@ class PrefixCache:
         self._load_timeout_s = load_timeout_s
         self._match_timeout_s = match_timeout_s
         self._closed = False
+        self._policy = Policy()
+        self._tier_names = tuple(tier.name for tier in tiers)
         self._pid = os.getpid()
         self._sources = tuple(Source(tier, counters=self._counters, patience_s=match_timeout_s) for tier in tiers)
         memory = self._sources[0].tier if len(self._sources) > 1 and self._sources[0].tier.in_memory else None
@@ -107,7 +114,11 @@ class PrefixCache:
             queue_bytes=save_queue_bytes,
             counters=self._counters,
             write_budget_bytes=write_budget_bytes,
+            route=self._route,
+            on_saved=self._saved,
         )
+        self._moves = moves
+        self._tiering = Tiering(self._sources, representation, self._counters, idle=self._idle)
         self._telling = None
         self.events: tuple[str, str] | None = None if publisher is None else (publisher.endpoint, publisher.replay_endpoint)
         if publisher is not None:
@@ -342,6 +353,23 @@ class PrefixCache:
             if isinstance(source.tier, LimitedTier):
                 source.tier.limit(quotas)
 
+    def apply_rules(self, policy: Policy) -> None:
+        """Have these rules of tiers hold from now on: where saves go, and what moves (`policy.tiering`). Returns at once; what
+        is to move begins to within two seconds. Without rules, as at first, nothing moves and a save goes to every tier."""
+        if not self._forked and not self._closed:
+            self._policy = policy
+            if self._moves:
+                self._tiering.apply(policy)
+
+    def refuse_rules(self, why: str) -> None:
+        """Note that later rules were given and are wrong, so that those before go on to hold; `tiering` says it."""
+        self._tiering.refuse(why)
+        self._counters.add("tiering_rules_refused")
+
+    @property
+    def tiering(self) -> TieringStatus:
+        return self._tiering.status
+
     def warm(self) -> None:
         """Touch the memory that reads pass through, behind the caller, so that the first load is as fast as the next."""
         for source in self._sources:
@@ -378,7 +406,9 @@ class PrefixCache:
         if self._promoter is not None:
             self._promoter.close()
         deadline = time.monotonic() + timeout_s
+        self._tiering.close(0.0)  # it begins nothing more while saves end
         saved = self._saver.close(timeout_s)
+        self._tiering.close(min(_LAST_MOVE_S, deadline - time.monotonic()))
         if self._telling is not None:
             self._telling.close(min(_LAST_EVENTS_S, deadline - time.monotonic()))
         for source in self._sources:
@@ -398,6 +428,16 @@ class PrefixCache:
     @property
     def _forked(self) -> bool:
         return os.getpid() != self._pid
+
+    def _route(self, terms: Terms) -> tuple[str, ...]:
+        return self._policy.route(retention=terms.retention, tenant=terms.tenant, tiers=self._tier_names).through
+
+    def _idle(self) -> bool:
+        return self._saver.idle and not any(source.is_read for source in self._sources)
+
+    def _saved(self) -> None:
+        if self._policy.writes_behind:
+            self._tiering.wake()
 
     def _states_by_piece(self, states: Mapping[int, Buffer], whole_tokens: int) -> dict[int, memoryview]:
         """Return flat states by how many pieces they stand behind, in the order of the prompt."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,8 +78,14 @@ class Saver:
         queue_bytes: int,
         counters: Counters,
         write_budget_bytes: int | None = None,
+        route: Callable[[Terms], Collection[str]] | None = None,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
+        """`route`: which tiers a save on these terms goes to, by their names; None: to all. `on_saved` is called behind each
+        save."""
         self._sources = sources
+        self._route = route
+        self._on_saved = on_saved
         self._representation = representation
         self._digest = representation.digest
         self._queue_bytes = queue_bytes
@@ -99,6 +105,11 @@ class Saver:
     def why_not(self, source: Source) -> str:
         """Return why of a new prompt nothing goes to a tier now though the tier takes it; "" where something does."""
         return self._budget.why_not(source)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save waits or is under way."""
+        return not self._held_bytes
 
     def submit(self, request: SaveRequest) -> Ticket:
         """Queue a save, or return a ticket that is done already, with the reason."""
@@ -185,6 +196,7 @@ class Saver:
             self._counters.add("saved_bytes", result.written_bytes)
             ticket.finish(result)
             self.history.name_ended()
+            self._on_saved()
             del request, ticket  # an idle thread keeps no source alive
 
     def _tend(self) -> float:
@@ -211,7 +223,7 @@ class Saver:
     def _save(self, request: SaveRequest) -> SaveResult:
         keys = _keys_of(request)()
         state_bytes = max((state.nbytes for state in request.states.values()), default=0)
-        targets = [_Target(source) for source in self._sources if source.tier.in_memory or not request.memory_only]
+        targets = [_Target(source) for source in self._sources if self._goes_to(source, request)]
         try:
             for target in targets:
                 target.quarantine.delete_corrupt()  # what was noted before, but could not be deleted then
@@ -226,6 +238,11 @@ class Saver:
             for target in targets:
                 with counted(self._counters, target.tier, "release"):
                     target.tier.release(target.held)
+
+    def _goes_to(self, source: Source, request: SaveRequest) -> bool:
+        if request.memory_only:
+            return source.tier.in_memory
+        return self._route is None or source.tier.name in self._route(request.terms)
 
     def _admit(
         self, target: _Target, keys: Sequence[BlockKey], present: npt.NDArray[np.bool_], request: SaveRequest

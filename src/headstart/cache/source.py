@@ -68,6 +68,11 @@ class Source:
         for pool in self._all_pools():
             pool.warm()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether something is read from the tier just now."""
+        return any(pool.stalled_s() > 0 for pool in self._all_pools())
+
     def hangs(self, longest_read_s: float) -> bool:
         """True while an answer, or on every device a read for `longest_read_s`, is overdue."""
         stalled = all(pool.stalled_s() > longest_read_s for pool in self._all_pools())
