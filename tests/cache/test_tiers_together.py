@@ -204,10 +204,10 @@ class Full:
 
     def __init__(self, inner: Tier, reason: str) -> None:
         self.inner, self.reason, self.asked = inner, reason, 0
-        self.name, self.trusted = "pool", False
+        self.name, self.trusted, self.in_memory = "pool", False, False
 
     def __getattr__(self, verb: str) -> object:
-        if verb in ("survey", "moving", "representation"):
+        if verb in ("survey", "moving", "representation", "write_all"):
             raise AttributeError(verb)
         return getattr(self.inner, verb)
 

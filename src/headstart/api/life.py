@@ -10,6 +10,7 @@ from typing import Any
 from headstart.api.errors import NotReady
 from headstart.api.served import Served
 from headstart.cache.prefix_cache import CacheStatistics
+from headstart.cache.tiering import TieringStatus
 from headstart.errors import HeadstartError
 
 _NOT_LOADED = "the model could not be loaded; the server's log says why"
@@ -58,6 +59,8 @@ class Life:
         paused = [] if state.cache is None else paused_tiers(state.cache.statistics())
         cache = "; ".join([cache, *paused])
         facts = {"device": info.device, "dtype": info.dtype, "context_tokens": info.context_tokens, "cache": cache}
+        if state.cache is not None and (rules := _tiering(state.cache.tiering)):
+            facts["tiering"] = rules
         return 503 if self._closing else 200, status | facts
 
     def require_served(self) -> Served:
@@ -77,6 +80,12 @@ class Life:
         """Raise NotReady when the server goes down."""
         if self._closing:
             raise NotReady("the server is shutting down", code="shutting_down", retry_after_s=5)
+
+
+def _tiering(status: TieringStatus) -> str:
+    """Return what /health says of the rules of tiers; "" where there are none."""
+    said = f"{status.rules} rule{'' if status.rules == 1 else 's'}" if status.rules or status.refused else ""
+    return f"{said}; later ones are wrong and do not hold, the server's log says why" if status.refused else said
 
 
 def paused_tiers(statistics: CacheStatistics) -> list[str]:

@@ -44,6 +44,7 @@ _KINDS = {
     "object_requests": "call",
     "save_budget_dropped_tokens": "tier",
     "tier_failed": "call",
+    "tiering_failed": "reason",
 }
 
 

@@ -29,7 +29,7 @@ EVENT_WAIT_S = 3600.0  # one step of a model may take long on a small machine, b
 @click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy  [default: the model's own]")
 @click.option("--seed", type=int, help="equal seeds give equal answers")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of text")
-@config_options("", "cache", "engine")
+@config_options("", "cache", "cache.tiering", "engine")
 def run(
     prompt: str,
     system: str | None,

@@ -32,10 +32,12 @@ from headstart.api.tracing import Tracing
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import disk_quotas, open_model
 from headstart.cli.progress import stage_lines
+from headstart.cli.rule_follower import RuleFollower
 from headstart.cli.settings import chosen_config, config_options
 from headstart.config import (
     Config,
     ServerConfig,
+    config_file_of,
     longest_promise_s,
     parse_aliases,
     parse_size,
@@ -54,18 +56,22 @@ LOADER_WAIT_S = 10.0  # a loading thread hears of it at its next stage; one in t
 @click.command()
 @click.argument("model", required=False)
 @click.option("--model", "named", metavar="MODEL", help="the same as the argument")
-@config_options("server", "cache", "engine", "handoff", "", without="model")
+@config_options("server", "cache", "cache.tiering", "engine", "handoff", "", without="model")
 def serve(model: str | None, named: str | None, config_file: Path | None, **flags: Any) -> int:
     """Serve MODEL: an alias (smollm2-135m, the default), a GGUF file, a Hugging Face directory, a hub name, or a name that
     `headstart models` lists."""
     if model is not None and named is not None and model != named:
         raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
-    config = chosen_config(config_file, flags, model=named if model is None else model)
+    named_model = named if model is None else model
+    config = chosen_config(config_file, flags, model=named_model)
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", level=logging.WARNING)
     log.setLevel(logging.INFO)
     prefer_sleeping_threads()
+    rules = None
+    if (file := config_file_of(config_file)) is not None:
+        rules = RuleFollower(file, lambda: chosen_config(config_file, flags, model=named_model))
     with bound(config.server) as listener:
-        return _Server(config, listener).run_until_stopped()
+        return _Server(config, listener, rules).run_until_stopped()
 
 
 class _Stopped(Exception):
@@ -75,7 +81,8 @@ class _Stopped(Exception):
 class _Server(uvicorn.Server):
     """uvicorn with a model that loads behind it and requests that may end before it goes down."""
 
-    def __init__(self, config: Config, listener: socket.socket) -> None:
+    def __init__(self, config: Config, listener: socket.socket, rules: RuleFollower | None = None) -> None:
+        self._rules = rules
         self._service = Service(
             max_waiting=config.server.max_waiting,
             accounts=accounts_of(config.server),
@@ -114,6 +121,8 @@ class _Server(uvicorn.Server):
             signal.signal(number, self.handle_exit)
         uvicorn_log = logging.getLogger("uvicorn.error")
         uvicorn_log.addFilter(self._is_worth_a_line)
+        if self._rules is not None and hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, self._rules.look_now)
         log.info("listening on %s, loading %s", self._url, self._configuration.model)
         self._loader.start()
         try:
@@ -122,6 +131,8 @@ class _Server(uvicorn.Server):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # one more Ctrl-C gives up on saving
             self.should_exit = True
             self._loader.join(LOADER_WAIT_S)
+            if self._rules is not None:
+                self._rules.close()
             if (served := self._service.served) is not None:
                 served.engine.close()
             self._service.close()
@@ -164,6 +175,8 @@ class _Server(uvicorn.Server):
             keyring, cache = self._service.accounts.keyring, served.cache
             if keyring is not None and cache is not None:
                 keyring.watch(lambda keys: cache.limit_tenants(disk_quotas(self._configuration.cache, keys)))
+            if self._rules is not None and cache is not None:
+                self._rules.start(cache)
             log.info("ready: %s", ready_line(self._url, served))
 
     def _fail(self, error: HeadstartError) -> None:

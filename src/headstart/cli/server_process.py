@@ -49,6 +49,7 @@ class ServerProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+        self._client.close()
 
     def start(self, *, on_progress: Callable[[str], None] = lambda stage: None) -> None:
         """Start and return once /health says ok. Raises HeadstartError with the end of the log when it does not."""

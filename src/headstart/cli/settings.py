@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from headstart.config import Config, Setting, load_config, settings
+from headstart.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,7 +32,20 @@ def chosen_config(config_file: Path | None, flags: dict[str, Any], *, model: str
     overrides = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     if model is not None:
         overrides["model"] = model
-    return load_config(config_file, overrides=overrides)
+    config = load_config(config_file, overrides=overrides)
+    require_rules(config)
+    return config
+
+
+def require_rules(config: Config) -> None:
+    """Raise ConfigError where a rule of tiers is none: before anything is opened or loaded for it."""
+    if config.cache.tiering.rules:
+        from headstart.policy.rule_text import parse_rules
+
+        try:
+            parse_rules(config.cache.tiering.rules)
+        except ConfigError as error:
+            raise ConfigError(f"cache.tiering.rules: {error.message}", **error.facts) from error
 
 
 def _option(setting: Setting) -> Callable[[Command], Command]:
@@ -40,5 +54,5 @@ def _option(setting: Setting) -> Callable[[Command], Command]:
         return click.option(setting.flag, name, flag_value=False, type=bool, default=None, help=f"do not {setting.help}")
     if setting.switches_on:
         return click.option(setting.flag, name, flag_value=True, type=bool, default=None, help=setting.help)
-    default = "" if setting.default in (None, "") else f"  [default: {setting.default}]"
+    default = "" if setting.default in (None, "", ()) else f"  [default: {setting.default}]"
     return click.option(setting.flag, name, metavar=setting.metavar, help=setting.help + default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import click
 
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
-from headstart.block.whole import examine, part_of
+from headstart.block.whole import examine
+from headstart.cache.moving import parts_of
 from headstart.cli.cache.cached import SLACK_BYTES, Cached, open_tier, representation_name, retention_of, share_of, so_many
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import ExtentCorrupt, NotThere, StoreError, WrongRepresentation
@@ -43,7 +44,7 @@ class Writer:
         reason = "what it runs on from was left out" if header.parent in self._missing else ""
         outcomes: set[str] = set()
         if not reason:
-            for part in self._parts(image, header, layout):
+            for part in parts_of(image, header, layout, most_bytes=self._tier.max_extent_bytes(layout)):
                 reason = self._write(part, layout, terms, outcomes)
                 if reason:
                     break
@@ -72,18 +73,6 @@ class Writer:
         outcome = self._tier.write(image, layout, terms=terms)
         outcomes.add(outcome.reason)
         return "" if outcome.stored else outcome.reason
-
-    def _parts(self, image: memoryview, header: ExtentHeader, layout: Representation) -> Iterator[memoryview]:
-        """Yield images that the tier can take."""
-        largest = self._tier.max_extent_bytes(layout)
-        pieces = len(header.keys) // layout.blocks_per_piece
-        if image.nbytes <= largest or layout.state == "required" or pieces == 1:
-            yield image
-            return
-        step = max(1, pieces * largest // image.nbytes * 9 // 10)  # padding weighs more in a shorter one
-        for first in range(0, pieces, step):
-            count = min(step, pieces - first)
-            yield part_of(image, header, layout, first_piece=first, pieces=count)
 
 
 class Left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,10 +22,10 @@ from headstart.block.representation import Representation
 from headstart.cache.open import capacities_of
 from headstart.cache.prefixes import Prefix, Prefixes, Spot
 from headstart.cli.settings import chosen_config
-from headstart.config import CacheConfig
+from headstart.config import CacheConfig, parse_size
 from headstart.errors import ConfigError, NotThere, StoreError
 from headstart.policy.retention import FOREVER_MS, Retention
-from headstart.tier.base import ExtentInfo
+from headstart.tier.base import ExtentInfo, Tier
 from headstart.tier.columns import ExtentColumns
 from headstart.tier.devices import Entry, devices_of
 from headstart.tier.devices.rooms import rooms_of
@@ -32,6 +33,7 @@ from headstart.tier.disk import DiskTier
 from headstart.tier.disk.directory import MARKER
 from headstart.tier.disk.look import Look
 from headstart.tier.lookup_thread import ask_apart
+from headstart.tier.pool import PoolTier, Timing
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -59,6 +61,13 @@ def cache_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
+
+
+def pool_option(command: Command) -> Command:
+    """Add the choice of a pool instead of the directories of this machine."""
+    return click.option("--pool", type=_FILE, help="look at this pool of many machines instead of this machine's directories")(
+        command
+    )
 
 
 def _checked_time(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
@@ -172,21 +181,21 @@ class Cached:
     @contextmanager
     def opened(
         self, extents: Iterable[int], *, pinning: bool = False
-    ) -> Iterator[Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]]:
+    ) -> Iterator[Iterator[tuple[Tier, dict[int, ExtentInfo]]]]:
         """Open the directories in which extents lie, to change them; gives the extents in their order, some at once, with their
         tier and what that knows of them. Those that have gone since are left out. `pinning`: see `open_looked_at`."""
         wanted = list(extents)
         with ExitStack() as stack:
-            tiers: dict[int, tuple[DiskTier, dict[str, ExtentInfo]]] = {}
+            tiers: dict[int, tuple[Tier, dict[str, ExtentInfo]]] = {}
             for look in {id(self.look_of[i]): self.look_of[i] for i in wanted}.values():
-                tier = open_looked_at(look, self.config, pinning=pinning)
+                tier: Tier = open_pool(look, self.config) if look.pool else open_looked_at(look, self.config, pinning=pinning)
                 stack.callback(tier.close)
                 tiers[id(look)] = tier, {info.where: info for info in tier.scan()}
             yield self._batches(wanted, tiers)
 
     def _batches(
-        self, wanted: Sequence[int], tiers: dict[int, tuple[DiskTier, dict[str, ExtentInfo]]]
-    ) -> Iterator[tuple[DiskTier, dict[int, ExtentInfo]]]:
+        self, wanted: Sequence[int], tiers: dict[int, tuple[Tier, dict[str, ExtentInfo]]]
+    ) -> Iterator[tuple[Tier, dict[int, ExtentInfo]]]:
         for look, some in groupby(wanted, key=lambda i: id(self.look_of[i])):
             tier, found = tiers[look]
             mine = list(some)
@@ -234,28 +243,47 @@ class _Extents(Sequence[ExtentInfo]):
 
 
 @contextmanager
-def looked(directories: Sequence[Path], config_file: Path | None, *, alone: bool = False) -> Iterator[Cached]:
+def looked(
+    directories: Sequence[Path], config_file: Path | None, *, alone: bool = False, pool: Path | None = None
+) -> Iterator[Cached]:
     """Look at the directories that are named, or else at those of the configuration, with the devices that belong to them;
-    `alone`: without. What goes wrong with a medium inside ends the command in one sentence."""
+    `alone`: without. `pool`: look at that instead. What goes wrong with a medium inside ends the command in one sentence."""
     config = chosen_config(config_file, {}).cache
+    if pool is not None:
+        if directories:
+            raise click.UsageError("--directory and --pool are given; give one")
+        with _told_in_a_sentence(pool), looked_at_pool(pool.expanduser(), config) as look:
+            yield Cached([look], config)
+        return
     roots = [path.expanduser() for path in directories] or list(config.directories)
+    with _told_in_a_sentence(*roots), ExitStack() as stack:
+        places = _answering(roots)
+        entries = {} if alone else _devices(roots)
+        for real, entry in entries.items():
+            if entry.state != "removed" and real not in places.values():
+                places[entry.path] = real
+        for root in [] if directories else _taken_out(places, entries):
+            del places[root]
+        looks = [stack.enter_context(Look(root, retention=retention_of(config))) for root in places]
+        known = {root: entries[real] for root, real in places.items() if real in entries}
+        yield Cached(looks, config, devices=known)
+
+
+@contextmanager
+def _told_in_a_sentence(*roots: Path) -> Iterator[None]:
     try:
-        with ExitStack() as stack:
-            places = _answering(roots)
-            entries = {} if alone else _devices(roots)
-            for real, entry in entries.items():
-                if entry.state != "removed" and real not in places.values():
-                    places[entry.path] = real
-            for root in [] if directories else _taken_out(places, entries):
-                del places[root]
-            looks = [stack.enter_context(Look(root, retention=retention_of(config))) for root in places]
-            known = {root: entries[real] for root, real in places.items() if real in entries}
-            yield Cached(looks, config, devices=known)
+        yield
     except BrokenPipeError:  # whoever read our output has gone
         raise
     except OSError as error:
         where = error.filename or ", ".join(map(str, roots))
         raise StoreError(f"{where}: {error.strerror or error}; check the disk, then try again") from error
+
+
+def looked_at_pool(path: Path, config: CacheConfig) -> Look:
+    """Look at a pool. Raises NotThere, FormatMismatch, StoreError where it does not answer."""
+    _answering([path])
+    return Look(path, retention=retention_of(config), pool=True)
 
 
 def _taken_out(places: Mapping[Path, Path], entries: Mapping[Path, Entry]) -> list[Path]:
@@ -341,6 +369,18 @@ def open_looked_at(look: Look, config: CacheConfig, *, pinning: bool = False) ->
     configured = share_of(config, look.root).capacity_bytes
     taken = look.charged_bytes + SLACK_BYTES if pinning else look.charged_bytes * 5 // 4 + _ROOM_BYTES
     return open_tier(look.root, config=config, capacity_bytes=max(configured, taken))
+
+
+def open_pool(look: Look, config: CacheConfig) -> PoolTier:
+    """Join a pool as one more writer, to change what is in it; as `open_looked_at`, it costs nothing there."""
+    total = shutil.disk_usage(look.root).total
+    capacity_bytes = parse_size(config.pool_capacity, of_bytes=total)
+    return PoolTier.open(
+        look.root,
+        capacity_bytes=max(capacity_bytes, look.charged_bytes * 5 // 4 + _ROOM_BYTES),
+        timing=Timing.where_seen_after(config.pool_visible_s),
+        retention=retention_of(config),
+    )
 
 
 def is_pinned(info: ExtentInfo, now_ms: int) -> bool:

@@ -22,6 +22,7 @@ from headstart.cli.cache.cached import (
     as_bytes,
     cache_options,
     looked,
+    pool_option,
     representation_name,
     so_many,
     wanted_options,
@@ -42,6 +43,7 @@ _PATH = click.Path(path_type=Path)
 @click.argument("keys", metavar="[KEY...]", nargs=-1)
 @click.argument("file", type=_PATH)
 @cache_options
+@pool_option
 @wanted_options
 @click.option("--all", "everything", is_flag=True, help="every prefix")
 def export(
@@ -50,6 +52,7 @@ def export(
     directories: tuple[Path, ...],
     config_file: Path | None,
     as_json: bool,
+    pool: Path | None,
     everything: bool,
     **options: Any,
 ) -> int:
@@ -59,7 +62,7 @@ def export(
     filters = wanted.given and wanted != Wanted(representation=wanted.representation)
     if bool(keys) + (everything or filters) != 1:
         raise click.UsageError("say what to export: either keys, or options such as --tenant, or --all")
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         if keys:
             spots = [spot for key in keys for spot in cached.named(key, representation=wanted.representation)]
         else:

@@ -19,12 +19,14 @@ from headstart.cli.cache.cached import (
     duration_ms,
     is_pinned,
     looked,
+    pool_option,
 )
 
 
 @click.command()
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @cache_options
+@pool_option
 @click.option("--for", "duration", metavar="TIME", help="so long from now: 30m, 12h, 7d")
 @click.option("--until", metavar="DATE", help="until then: 2030-01-31 or 2030-01-31T18:00+01:00")
 def pin(
@@ -32,6 +34,7 @@ def pin(
     directories: tuple[Path, ...],
     config_file: Path | None,
     as_json: bool,
+    pool: Path | None,
     duration: str | None,
     until: str | None,
 ) -> int:
@@ -39,7 +42,7 @@ def pin(
     unpinned where no time is given."""
     if duration is not None and until is not None:
         raise click.UsageError("--for and --until are given; give one")
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         until_ms = cached.now_ms + duration_ms(duration) if duration is not None else _date_ms(until)
         if until_ms is not None and until_ms <= cached.now_ms:
             raise click.BadParameter("that time is over; give a later one")
@@ -77,9 +80,12 @@ def pin(
 @click.command()
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @cache_options
-def unpin(keys: tuple[str, ...], directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
+@pool_option
+def unpin(
+    keys: tuple[str, ...], directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None
+) -> None:
     """Let the prefixes that end with the blocks KEY be evicted again. What another pinned prefix runs on from stays pinned."""
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         prefixes = cached.prefixes
         spots = [spot for key in keys for spot in cached.named(key)]
         mine = {i for spot in spots for i in prefixes.chain(spot)}

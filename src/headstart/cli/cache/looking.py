@@ -28,6 +28,7 @@ from headstart.cli.cache.cached import (
     cache_options,
     is_pinned,
     looked,
+    pool_option,
     require_key,
     so_many,
     table,
@@ -46,6 +47,7 @@ REASONS = {  # words that journals hold
     "min-free": "somebody else needed the room, see cache.min_free (min-free)",
     "full": "the disk was full (full)",
     "lost": "its file went or was cut (lost)",
+    "policy": "a rule of cache.tiering drops it (policy)",
     "expired": "it was older than its class may grow (expired)",
     "user": "`headstart cache rm` (user)",
     "corrupt": "its bytes were not what was written there (corrupt)",
@@ -62,16 +64,23 @@ _SORTS = {
 
 @click.command()
 @cache_options
+@pool_option
 @wanted_options
 @click.option("--limit", type=click.IntRange(min=1), help="at most so many lines")
 @click.option("--sort", type=click.Choice(list(_SORTS)), default="used", help="largest or latest first  [default: used]")
 def ls(
-    directories: tuple[Path, ...], config_file: Path | None, as_json: bool, limit: int | None, sort: str, **wanted: Any
+    directories: tuple[Path, ...],
+    config_file: Path | None,
+    as_json: bool,
+    pool: Path | None,
+    limit: int | None,
+    sort: str,
+    **wanted: Any,
 ) -> None:
     """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
     extents that it lies in, so what prefixes share is counted with each of them; `du` counts once. AGE is since it was
     written; USED orders by last use: a number that the cache counts up, the highest was used last."""
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         found = sorted(cached.listed(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
         shown = [_facts(cached, prefix) for prefix in found[:limit]]
     if as_json:
@@ -122,12 +131,20 @@ def _pinned(facts: dict[str, Any]) -> str:
 @click.command()
 @click.argument("key")
 @cache_options
+@pool_option
 @click.option("--representation", metavar="TEXT", help="only in the representation that has this in its name or digest")
-def show(key: str, directories: tuple[Path, ...], config_file: Path | None, as_json: bool, representation: str | None) -> int:
+def show(
+    key: str,
+    directories: tuple[Path, ...],
+    config_file: Path | None,
+    as_json: bool,
+    pool: Path | None,
+    representation: str | None,
+) -> int:
     """Tell everything about the prefix that ends with block KEY: its extents and where they lie, what their headers say, its
     promises. Of one that is no longer there, when and why it was removed, where that is still remembered."""
     require_key(key)
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         try:
             spots = cached.named(key, representation=representation)
         except NotThere as error:
@@ -260,11 +277,12 @@ def _terms(facts: dict[str, Any]) -> str:
 
 @click.command()
 @cache_options
-def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool) -> None:
+@pool_option
+def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None) -> None:
     """Tell how full the cache is, and of what. Capacity and room are judged by the configuration given here: where a server
     has another (a file, flags), give it too. What is counted while it runs (hits, bytes written, and these for each token
     that hit) a server tells at its /metrics."""
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         facts = _stat(cached)
     if as_json:
         click.echo(json.dumps(facts))
@@ -298,8 +316,13 @@ def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool)
 def _stat(cached: Cached) -> dict[str, Any]:
     prefixes = cached.prefixes.all()
     devices = []
-    capacities = capacities_of(cached.config, [room_of(look.root) for look in cached.looks])
-    budget = _budget_used_up(cached)
+    config, rooms = cached.config, [room_of(look.root) for look in cached.looks]
+    if any(look.pool for look in cached.looks):
+        capacities = [parse_size(config.pool_capacity, of_bytes=room.total_bytes) for room in rooms]
+        budget = ""
+    else:
+        capacities = capacities_of(config, rooms)
+        budget = _budget_used_up(cached)
     for look, capacity_bytes in zip(cached.looks, capacities, strict=True):
         mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
         usage = shutil.disk_usage(look.root)
@@ -308,7 +331,7 @@ def _stat(cached: Cached) -> dict[str, Any]:
             {
                 "directory": str(look.root),
                 "state": "active" if entry is None else entry.state,
-                "paused": _paused(cached.config, look.root, usage.free, usage.total) or budget,
+                "paused": "" if look.pool else _paused(config, look.root, usage.free, usage.total) or budget,
                 "capacity_bytes": capacity_bytes,
                 "charged_bytes": look.charged_bytes,
                 "live_bytes": sum(info.extent_bytes for info in mine),
@@ -357,15 +380,16 @@ def _budget_used_up(cached: Cached) -> str:
 
 @click.command()
 @cache_options
+@pool_option
 @click.option(
     "--by",
     type=click.Choice(["directory", "representation", "class", "tenant"]),
     multiple=True,
     help="only these sums; may be given several times",
 )
-def du(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, by: tuple[str, ...]) -> None:
+def du(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None, by: tuple[str, ...]) -> None:
     """Add up the bytes of stored extents. What prefixes share is counted once."""
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         sums = {name: values for name, values in _sums(cached).items() if not by or name in by}
         total = sum(info.extent_bytes for info in cached.extents)
         charged = sum(look.charged_bytes for look in cached.looks)

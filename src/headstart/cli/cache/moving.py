@@ -11,6 +11,7 @@ import click
 from headstart.cache.prefixes import Spot
 from headstart.cli.cache import INCOMPLETE
 from headstart.cli.cache.arriving import Left, Writer, open_target, require_directory, say, verified_image
+from headstart.cli.cache.between_tiers import NAMES, move_between
 from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, so_many, wanted_options
 from headstart.cli.progress import shown_progress
 from headstart.tier.base import ExtentId, Terms
@@ -21,16 +22,28 @@ _PATH = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("source", type=_PATH)
-@click.argument("destination", type=_PATH)
+@click.argument("source", type=_PATH, required=False)
+@click.argument("destination", type=_PATH, required=False)
+@click.option("--from", "from_tier", type=click.Choice(NAMES), help="the tier to move out of, instead of SOURCE")
+@click.option("--to", "to_tier", type=click.Choice(NAMES), help="the tier to move to, instead of DESTINATION")
+@click.option("--where", metavar="CONDITION", help="with --from: what to move, as in rules: 'class = \"agent\" and idle > 6h'")
+@click.option("--limit", metavar="RATE", help="with --from: most bytes a second, such as 100MB/s")
+@click.option("--directory", "directories", type=_PATH, multiple=True, help="with --from: where the disk tier lies")
+@click.option("--pool", type=_PATH, help="with --from: where the pool lies  [default: cache.pool]")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 @click.option("--config", "config_file", type=_PATH, help="TOML file with the server's settings")
 @wanted_options
 @click.option("--capacity", metavar="SIZE", help="that the destination may have  [default: cache.capacity]")
 @click.option("--dry-run", is_flag=True, help="only tell what would be moved")
 def move(
-    source: Path,
-    destination: Path,
+    source: Path | None,
+    destination: Path | None,
+    from_tier: str | None,
+    to_tier: str | None,
+    where: str | None,
+    limit: str | None,
+    directories: tuple[Path, ...],
+    pool: Path | None,
     as_json: bool,
     config_file: Path | None,
     capacity: str | None,
@@ -40,7 +53,30 @@ def move(
     """Move the prefixes in the cache directory SOURCE, all or those that fit the options, to DESTINATION, with class, tenant,
     pins and order of use. Each is verified, written, and only then removed from SOURCE; what others there need stays as well.
     A server must know both directories, or it will not find them any more; where they are devices of one cache and all of
-    SOURCE moves, nothing new goes to it from then on."""
+    SOURCE moves, nothing new goes to it from then on.
+
+    With --from and --to, move between tiers what --where selects, or everything. Given again after it was interrupted, it goes
+    on where it was."""
+    if from_tier is not None or to_tier is not None:
+        if source or destination or Wanted(**options).given or capacity:
+            raise click.UsageError("--from and --to go with --where, --limit, --directory and --pool alone")
+        if from_tier is None or to_tier is None or from_tier == to_tier:
+            raise click.UsageError("give both --from and --to, two tiers")
+        return move_between(
+            from_tier,
+            to_tier,
+            where=where,
+            directories=directories,
+            pool=pool,
+            config_file=config_file,
+            limit=limit,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
+    if where or limit or directories or pool:
+        raise click.UsageError("--where, --limit, --directory and --pool go with --from and --to")
+    if source is None or destination is None:
+        raise click.UsageError("give SOURCE and DESTINATION, or --from and --to")
     require_directory(destination)
     with looked([source], config_file, alone=True) as cached:
         if source.resolve() == destination.resolve():

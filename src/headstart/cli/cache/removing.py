@@ -25,6 +25,7 @@ from headstart.cli.cache.cached import (
     is_pinned,
     looked,
     open_looked_at,
+    pool_option,
     so_many,
     wanted_options,
 )
@@ -57,6 +58,7 @@ class Removed:
 @click.command()
 @click.argument("keys", metavar="[KEY...]", nargs=-1)
 @cache_options
+@pool_option
 @wanted_options
 @click.option("--all", "everything", is_flag=True, help="every prefix")
 @click.option("--dry-run", is_flag=True, help="only tell what would go")
@@ -66,6 +68,7 @@ def rm(
     directories: tuple[Path, ...],
     config_file: Path | None,
     as_json: bool,
+    pool: Path | None,
     everything: bool,
     dry_run: bool,
     yes: bool,
@@ -77,7 +80,7 @@ def rm(
     wanted = Wanted(**options)
     if bool(keys) + wanted.given + everything != 1:
         raise click.UsageError("say what is to go: either keys, or options such as --tenant or --older-than, or --all")
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         spots = [spot for key in keys for spot in cached.named(key)]
         if keys:
             ends = {end for spot in spots for end in cached.prefixes.continuing(spot)}

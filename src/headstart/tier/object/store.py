@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from headstart.block.representation import Representation
+from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
@@ -62,6 +63,17 @@ class ObjectStore(PoolStore):
     def append(self, records: Sequence[Record]) -> None:
         super().append(records)
         self._appends += bool(records)
+
+    def add_all(
+        self, some: Sequence[tuple[memoryview, ExtentAdded, Sequence[bytes]]], representation: Representation, attempt: Attempt
+    ) -> list[WriteOutcome]:
+        """As the pool's; each is an object of its own all the same."""
+        outcomes: list[WriteOutcome] = []
+        for image, added, keys in some:
+            outcomes.append(self.add(image, representation, added, keys, attempt))
+            if not outcomes[-1].stored:
+                break
+        return outcomes
 
     def write_extent(
         self,
