@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cache_kit import CAPACITY, Run, image_of, key_of, kv, tier_at, write
 
+from cli.cache_kit import CAPACITY, Run, image_of, key_of, kv, tier_at, write
 from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.tier.base import Terms
 from headstart.tier.pool import PoolTier

@@ -73,7 +73,7 @@ def open_caches(
             warnings.append(f"no pool until a restart, so prefixes are not shared: {error}")
     if config.enabled and config.object_store:
         try:
-            tiers.append(_open_object_store(config))
+            tiers.append(open_object_store(config))
         except (HeadstartError, OSError, ValueError) as error:
             warnings.append(f"no object store until a restart, so prefixes are not shared there: {error}")
     publisher = None
@@ -187,7 +187,7 @@ def open_pool(config: CacheConfig, path: Path) -> PoolTier:
     return tier
 
 
-def _open_object_store(config: CacheConfig) -> ObjectTier:
+def open_object_store(config: CacheConfig) -> ObjectTier:
     """Return the tier in a bucket. Raises HeadstartError, OSError, ValueError where it cannot be had."""
     capacity_bytes = parse_size(config.object_capacity)
     tier = ObjectTier.open_bucket(

@@ -27,7 +27,7 @@ from headstart.metrics import Counters
 from headstart.policy.backing_off import BackingOff
 from headstart.policy.tiering import Policy
 from headstart.tier.base import ExtentId, ExtentInfo
-from headstart.tier.surveying import DescribingTier, surveyed
+from headstart.tier.surveying import CollectedTier, DescribingTier, surveyed
 
 LOOK_S = 2.0  # between two looks, at least
 _LOOKING_SHARE = 0.02  # of the time, at most: a look at a million extents takes tenths of a second
@@ -164,7 +164,8 @@ class Tiering:
         for number, source in enumerate(self._sources):
             begun = self._clock()
             works: list[_Work] = []
-            if getattr(source.tier, "collects", True):  # of a pool's machines one keeps the rules for what lies in it
+            mine = not isinstance(source.tier, CollectedTier) or source.tier.collects
+            if mine and policy.concerns(source.tier.name, self._tiers):
                 with counted(self._counters, source.tier, "survey"):
                     works = self._look(number, policy)
             looked_s += self._clock() - begun

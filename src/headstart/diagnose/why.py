@@ -46,6 +46,7 @@ _BY = {
     "min-free": "cache.min_free was to stay free for others",
     "quota": "its tenant was over its quota",
     "lost": "its file was gone",
+    "policy": "a rule of cache.tiering drops it",
     "too-large": "it was too large for the tier",
     "budget": "today's writes were used up by prompts that are used more",
     "queue-full": "the queue of saves was full",

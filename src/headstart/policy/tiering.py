@@ -266,6 +266,14 @@ class Policy:
         """Whether a rule is about more than where saves go at once."""
         return self.writes_behind or any(rule.action.verb != "write" for rule in self.rules)
 
+    def concerns(self, tier: str, tiers: Sequence[str]) -> bool:
+        """Whether a rule may move, copy or drop what lies in a tier, where there are `tiers`."""
+        return any(rule.acts_on(tier, tiers) for rule in self.rules) or any(
+            name in tiers and tiers.index(tier) < tiers.index(name)
+            for _, rule in self._writing(tiers)
+            for name in _route_of(rule, tiers).behind
+        )
+
     def decide(self, facts: Facts, tiers: Sequence[str]) -> Decided:
         """Say what is to become of extents in one tier, where there are `tiers`, fastest first."""
         chosen = np.full(len(facts), -1, np.int64)

@@ -40,6 +40,16 @@ class SurveyedTier(Tier, Protocol):
 
 
 @runtime_checkable
+class CollectedTier(Tier, Protocol):
+    """A tier of many machines, of which one looks after what lies in it."""
+
+    @property
+    def collects(self) -> bool:
+        """Whether that is this process."""
+        ...
+
+
+@runtime_checkable
 class DescribingTier(Tier, Protocol):
     """A tier that remembers how what it holds is laid down."""
 

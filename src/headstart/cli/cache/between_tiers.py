@@ -15,6 +15,7 @@ import numpy as np
 
 from headstart.block.representation import Representation
 from headstart.cache.moving import bring, let_go, moving_out, next_batch
+from headstart.cache.open import open_object_store
 from headstart.cli.cache import INCOMPLETE
 from headstart.cli.cache.arriving import say
 from headstart.cli.cache.cached import as_bytes, looked, looked_at_pool, open_looked_at, open_pool, so_many
@@ -27,7 +28,7 @@ from headstart.policy.tiering import Condition
 from headstart.tier.base import ExtentInfo, Tier
 from headstart.tier.surveying import DescribingTier, surveyed
 
-NAMES = ("disk", "pool")  # of tiers that can be moved between
+NAMES = ("disk", "pool", "object")  # of tiers that can be moved between
 _BUSY_S = 15.0  # how long another process that moves out of the same directory is waited for
 _PASSING = ("gone", "corrupt", "unreadable", "unknown")  # reasons after which the next extent is tried
 
@@ -132,6 +133,10 @@ def _opened(
             raise click.UsageError("there is no pool; give --pool, or set cache.pool")
         with looked_at_pool(path.expanduser(), config) as look:
             found: list[Tier] = [open_pool(look, config)]
+    elif name == "object":
+        if not config.object_store:
+            raise click.UsageError("there is no object store; set cache.object_store")
+        found = [open_object_store(config)]
     else:
         with looked(directories, config_file) as cached:
             leaving = {root for root, entry in cached.devices.items() if entry.state != "active"}
