@@ -134,6 +134,11 @@ class CacheConfig:
         return tuple(path.expanduser() for path in paths)
 
     @property
+    def has_node_memory(self) -> bool:
+        """Whether the processes of this machine are to have one memory tier together."""
+        return self.enabled and parse_size(self.node_memory) > 0
+
+    @property
     def node_path(self) -> Path:
         """The directory of the memory tier that all processes of this user on this machine share."""
         return Path(f"/dev/shm/headstart-{os.geteuid()}") if self.node_directory is None else self.node_directory.expanduser()

@@ -91,8 +91,8 @@ def scheduler(tmp_path: Path, worker: Worker) -> Iterator[Scheduler]:
     scheduler.close()
 
 
-def new(tmp_path: Path, *, ranks: int = 1) -> Scheduler:
-    extra = {"cache.directory": str(tmp_path / "kv"), "cache.capacity": "64MiB", "cache.min_free": "0"}
+def new(tmp_path: Path, *, ranks: int = 1, **more: str) -> Scheduler:
+    extra = {"cache.directory": str(tmp_path / "kv"), "cache.capacity": "64MiB", "cache.min_free": "0", **more}
     return Scheduler(read_settings(extra), ranks=ranks, block_tokens=[16], save_always=False, chunk_tokens=512)
 
 
@@ -122,6 +122,33 @@ def test_a_prefix_is_as_long_as_the_shortest_of_all_ranks(
     scheduler.close()
     for one in ranks:
         one.close()
+
+
+def test_what_is_stored_of_a_request_that_waits_is_brought_to_the_nodes_memory(tmp_path: Path, worker: Worker) -> None:
+    node = {"cache.node_memory": "32MiB", "cache.node_directory": str(tmp_path / "node")}
+    scheduler = new(tmp_path, **node)
+    scheduler.shake_hands({(0, 0): told(worker)})
+    assert scheduler._lookups is not None
+    (cache,) = scheduler._lookups._caches
+
+    def where() -> dict[str, int]:
+        with cache.match(kit.prompt(TOKENS).array) as lease:
+            return lease.tokens_by_tier
+
+    asked_at_once, waits = request("at once"), request("waits")
+    scheduler.queued(asked_at_once)
+    assert found(scheduler, asked_at_once, 0) == (192, True)
+    step(scheduler, [], other=1)
+    assert scheduler._lookups._bringing is None  # its own load reads it
+    scheduler.queued(waits)
+    assert where() == {"disk": 192}
+    step(scheduler, [], other=1)
+    kit.until(lambda: where() == {"memory": 192})
+    assert found(scheduler, waits, 0) == (192, True)
+    scheduler.queued(request("given up"))
+    scheduler.ended(request("given up"), [])
+    assert not scheduler._queued
+    scheduler.close()
 
 
 def test_what_is_stored_is_offered_beyond_what_vllm_has_and_ordered_once_there_are_blocks(scheduler: Scheduler) -> None:

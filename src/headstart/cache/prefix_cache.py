@@ -264,6 +264,11 @@ class PrefixCache:
         ticket.add_done_callback(lambda _: self._counters.add("saves_done"))  # save_calls less this are under way
         return ticket
 
+    @property
+    def promoting(self) -> bool:
+        """Whether a prefix is on its way to the memory tier."""
+        return self._promoter is not None and self._promoter.busy
+
     def promote(
         self,
         tokens: Sequence[int] | npt.NDArray[np.integer],
@@ -272,6 +277,7 @@ class PrefixCache:
         salt: str | bytes | None = None,
         shared_tokens: int = 0,
         identity: Identity | None = None,
+        contents: Sequence[Content] = (),
     ) -> bool:
         """Bring the longest stored prefix of `tokens` into the memory tier, for a request that is expected: behind all that
         others wait for, up to `most_bytes`, and no more than a quarter of that tier. False: another is on its way, there is
@@ -286,10 +292,12 @@ class PrefixCache:
         room = self._sources[0].tier.statistics().capacity_bytes // _PROMOTED_SHARE
 
         def save(count: int, source: KVView) -> Ticket:
-            request = SaveRequest(prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True)
+            request = SaveRequest(
+                prompt[:count], source, root, salt, shared_tokens, DEFAULT_TERMS, memory_only=True, contents=tuple(contents)
+            )
             return self._saver.submit(request)
 
-        lease = self._match(data, salt, shared_tokens, identity, ahead=True)
+        lease = self._match(data, salt, shared_tokens, identity, contents=contents, ahead=True)
         return self._promoter.start(lease, save, most_bytes=min(most_bytes, room))
 
     def expect(

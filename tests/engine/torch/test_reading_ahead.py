@@ -17,8 +17,10 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
 from headstart.testing.fake_kv import IDENTITY
+from headstart.tier.base import Tier
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
+from headstart.tier.pool import PoolTier, Timing
 
 PROMPT = some_tokens(200)
 LAYERS = range(3)
@@ -259,3 +261,38 @@ def test_an_idle_engine_brings_a_conversation_that_is_due_from_disk_to_memory(
         receipt = third.result().receipt
         assert receipt is not None
         assert (receipt.cached_memory_tokens, receipt.cached_disk_tokens) == (192, 0)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["into its own KV", "into the memory tier"])
+def test_what_a_pool_has_of_one_that_waits_is_read_while_another_is_computed(
+    model: TorchModel, tmp_path: Path, room: bool
+) -> None:
+    """End to end: another machine stored it, and who waits has it before its turn comes."""
+
+    def cache_over(*tiers: Tier) -> PrefixCache:
+        representation = model.shape.representation(query_heads=model.heads)
+        pool = PoolTier.open(tmp_path, capacity_bytes=64 << 20, timing=Timing())
+        return PrefixCache([*tiers, pool], identity=IDENTITY, representation=representation, match_timeout_s=20.0)
+
+    with stepped(model, cache=cache_over()) as engine:
+        cold = ask(engine, PROMPT, 5)
+        finish(engine, cold)
+        eventually(lambda: engine.load().kv_used_bytes == 0)
+    cache = cache_over(MemoryTier(16 * model.shape.region_bytes(64)))
+    with stepped(model, cache=cache, max_running=1, full_contexts=2.5 if room else 1) as engine:
+        busy = ask(engine, some_tokens(300, seed=3), 200, id="busy", use_cache=False)
+        engine._round()
+        answer = ask(engine, PROMPT, 5)
+        engine._round()
+        eventually(lambda: cache.statistics().counters.get("loaded_tokens_pool", 0) == 192)
+        if not room:
+            eventually(lambda: not cache.promoting)
+            with cache.match(PROMPT) as lease:
+                assert lease.tokens_by_tier == {"memory": 192}
+        assert busy.last is None
+        engine.abort("busy")
+        finish(engine, busy, answer)
+        assert answer.tokens == cold.tokens
+        receipt = answer.result().receipt
+        assert receipt is not None
+        assert (receipt.cached_tokens, receipt.cached_memory_tokens) == (192, 0 if room else 192)

@@ -142,6 +142,9 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): one for rank, one in metadata.items()})
 
+    def on_new_request(self, request: Any) -> None:
+        self._the_scheduler.queued(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._the_scheduler.find(request, num_computed_tokens)
 

@@ -21,6 +21,7 @@ AVOID_S = 60.0  # for so long what failed to load is not found; the workers avoi
 _WAIT_S = 0.02  # without anything else to do vLLM asks again at once
 _KEPT_S = 1.0  # for so long what was found stays found, for a request that waits for memory and is asked about at every step
 _MOST_AVOIDED = 4096
+_MOST_BROUGHT = 1 << 30  # bytes of one prompt that waits, of each part
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Lookups:
         self._identity = identity
         self._piece = piece_tokens
         self._avoided: dict[BlockKey, float] = {}  # until when; in the order in which they failed
+        self._bringing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="connector-lookup")
 
     def begin(self, finding: Finding, prompt: Prompt | None, *, of: int) -> None:
@@ -76,6 +78,15 @@ class Lookups:
             finding.looking, finding.at = None, time.monotonic()
             finding.tokens = self._before_trouble(finding.prompt, min(lease.tokens for lease in finding.leases))
         return finding.tokens
+
+    @property
+    def bringing(self) -> bool:
+        """Whether a prompt is on its way to memory still."""
+        return (self._bringing is not None and not self._bringing.done()) or any(cache.promoting for cache in self._caches)
+
+    def bring(self, prompt: Prompt) -> None:
+        """Have what slower tiers have of a prompt brought to the memory tier, behind all reads that somebody waits for."""
+        self._bringing = self._thread.submit(_promote_all, self._caches, prompt)
 
     def avoid(self, prompt: Prompt, *, arrived: int) -> None:
         """Find no more than `arrived` tokens of what begins like a prompt, for a while."""
@@ -111,6 +122,12 @@ def _match_all(caches: Sequence[PrefixCache], prompt: Prompt) -> list[Lease]:
         if not leases[-1].tokens:
             break
     return leases
+
+
+def _promote_all(caches: Sequence[PrefixCache], prompt: Prompt) -> None:
+    for cache in caches:
+        identity = prompt.identity(cache.identity)
+        cache.promote(prompt.array, most_bytes=_MOST_BROUGHT, salt=prompt.salt, identity=identity, contents=prompt.contents)
 
 
 def _release_found(looking: Future[list[Lease]]) -> None:

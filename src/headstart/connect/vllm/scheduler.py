@@ -42,6 +42,7 @@ _LEASE_S = 1.0  # for so long what was found stays found, for a request that wai
 _HANDSHAKE_S = 10.0  # a request waits so long for the workers to say how KV lies
 _LEAST_WITHIN_S = 2.0  # a load is not given up for being slower than computing before that
 _MOST_STEPS = 4  # under way at once
+_MOST_QUEUED = 64  # that wait and whose prefixes may be brought to memory
 _log = logging.getLogger(__name__)
 
 
@@ -96,6 +97,7 @@ class Scheduler:
         self._counters = self._taking.counters
         self._adapters = AdapterDigests(settings)
         self._requests: dict[str, _Request] = {}
+        self._queued: dict[str, Any] = {}  # that have come and were not asked for yet, in that order
         self._handshakes: dict[Rank, Handshake] = {}
         self._ready = False
         self._asked_at: float | None = None
@@ -165,6 +167,14 @@ class Scheduler:
 
     # What vLLM's scheduler asks, in its order.
 
+    def queued(self, request: Any) -> None:
+        """Note a request that has come. If a step goes by without vLLM asking for it, it waits: then what is stored of it is
+        brought to the node's memory tier, where there is one."""
+        if self._lookups is not None and self._settings.config.cache.has_node_memory:
+            self._queued[request.request_id] = request
+            while len(self._queued) > _MOST_QUEUED:
+                del self._queued[next(iter(self._queued))]
+
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the first `local_tokens` are stored, and whether they come between steps; None if that
         will be known soon."""
@@ -174,6 +184,7 @@ class Scheduler:
             return (None if now - self._asked_at < _HANDSHAKE_S else 0), False
         if request.skip_reading_prefix_cache:
             return 0, False
+        self._queued.pop(request.request_id, None)
         one = self._known(request)
         if one.local != local_tokens:
             one.local, one.plan = local_tokens, None
@@ -253,12 +264,14 @@ class Scheduler:
         self._steps.append((scheduled.total_num_scheduled_tokens, row_keys, time.monotonic()))
         while len(self._steps) > _MOST_STEPS:
             self._steps.popleft()
+        self._bring_next()
         loads, self._loads = self._loads, []
         saves, self._saves = self._saves, []
         return Orders(loads, saves)
 
     def ended(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
         """Forget a request that is over; return whether its blocks must stay until the workers have copied its end."""
+        self._queued.pop(request.request_id, None)
         one = self._requests.pop(request.request_id, None)
         if one is None:
             return False
@@ -276,6 +289,7 @@ class Scheduler:
         self._observer = None
         for one in self._requests.values():
             one.found.release()
+        self._queued.clear()
         lookups, self._lookups = self._lookups, None
         if lookups is not None:
             lookups.close()
@@ -289,6 +303,15 @@ class Scheduler:
             one.found.release()
         if self._lookups is not None:
             self._lookups.close()
+
+    def _bring_next(self) -> None:
+        """Have what is stored of the first one that waits brought to memory, one at a time."""
+        if not self._queued or self._lookups is None or self._lookups.bringing:
+            return
+        request = self._queued.pop(next(iter(self._queued)))
+        prompt = None if request.skip_reading_prefix_cache else prompt_of(request, request.num_tokens, adapters=self._adapters)
+        if prompt is not None:
+            self._lookups.bring(prompt)
 
     def _known(self, request: Any) -> _Request:
         return self._requests.setdefault(request.request_id, _Request(request))
