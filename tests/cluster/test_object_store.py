@@ -12,7 +12,7 @@ from typing import Any
 import obstore
 import obstore.store
 import pytest
-import s3_server
+from benchmarks import s3_server
 from faulty_proxy import FaultyProxy, Mode
 from pool_process import Process, eventually
 

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 
 _SMALL_BYTES, _LARGE_BYTES = 64 << 10, 1 << 20
-_FIRST_WHOLE_BYTES = 1 << 20  # before anything was measured
-_LEAST_WHOLE_BYTES, _MOST_WHOLE_BYTES = 256 << 10, 16 << 20
+_LEAST_WHOLE_BYTES, _MOST_WHOLE_BYTES = 4 << 20, 16 << 20  # the former is one request in any case
 _SHARE = 0.1  # of the newest request in what is remembered
 
 
@@ -19,10 +18,10 @@ class Fetching:
     """What requests took so far. Not exact from many threads at once, and need not be.
 
     >>> fetching = Fetching()
-    >>> fetching.note(4096, 0.020)
+    >>> fetching.note(4096, 0.060)
     >>> fetching.note(8 << 20, 0.100)
     >>> round(fetching.whole_bytes / 1e6, 1)
-    2.1
+    12.6
     """
 
     latency_s: float = math.nan
@@ -40,7 +39,7 @@ class Fetching:
     def whole_bytes(self) -> int:
         """Objects of up to so many bytes are fetched whole, whatever part of them is wanted."""
         if math.isnan(self.latency_s) or math.isnan(self.rate_bytes_s):
-            return _FIRST_WHOLE_BYTES
+            return _LEAST_WHOLE_BYTES
         return int(min(max(self.latency_s * self.rate_bytes_s, _LEAST_WHOLE_BYTES), _MOST_WHOLE_BYTES))
 
 

@@ -154,6 +154,16 @@ class LanedTier(Protocol):
         ...
 
 
+@runtime_checkable
+class FarTier(Protocol):
+    """A tier where every request takes long, whatever it brings."""
+
+    @property
+    def request_bytes(self) -> int:
+        """How much is asked for at once at most."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Blocks of one extent that came or went: `keys` as in `ExtentInfo`."""

@@ -37,13 +37,15 @@ class Job(Protocol):
 
 
 class IOPool:
-    """`threads` daemon threads named after the tier. Safe from many threads; `close` twice is fine."""
+    """`threads` daemon threads named after the tier. Safe from many threads; `close` twice is fine. `request_bytes`: what one
+    request brings at most."""
 
-    def __init__(self, name: str, *, threads: int = 8) -> None:
+    def __init__(self, name: str, *, threads: int = 8, request_bytes: int = REQUEST_BYTES) -> None:
         if threads < 1:
             raise ValueError(f"pool {name!r} needs at least one thread, got {threads}")
         self.name = name
         self.threads = threads
+        self.request_bytes = request_bytes
         self.counters = Counters()
         self._condition = Condition()
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival
@@ -70,7 +72,7 @@ class IOPool:
     def warm(self) -> None:
         """Let idle threads touch their staging memory now, so that the first load does not pay for that."""
         with self._condition:
-            self._warm_bytes = 2 * REQUEST_BYTES  # a request, and the edges of the OS pages that it begins and ends in
+            self._warm_bytes = 2 * REQUEST_BYTES  # a disk's request, and the edges of the OS pages that it begins and ends in
             self._condition.notify_all()
 
     def stalled_s(self) -> float:

@@ -74,13 +74,13 @@ class Head(Job, Protocol):
         ...
 
 
-def read_with_head(representation: Representation, *, first: int, wanted: int) -> int:
+def read_with_head(representation: Representation, *, first: int, wanted: int, most_bytes: int = REQUEST_BYTES) -> int:
     """Return how many pieces of layer 0 are read in one request with the header: of those that lie right behind it as many as
-    in a request of any layer."""
+    in a request of any layer, which brings at most `most_bytes`."""
     size = representation.layer_bytes[0]
     if size is None or first:
         return 0
-    requests = -(-wanted // max(1, REQUEST_BYTES // size))
+    requests = -(-wanted // max(1, most_bytes // size))
     return -(-wanted // requests)
 
 
@@ -98,18 +98,20 @@ def expected_layout(representation: Representation, blocks: int, header_bytes: i
     )
 
 
-def requests(layout: ExtentLayout, *, first: int, pieces: int, done: int) -> tuple[Request, ...]:
+def requests(
+    layout: ExtentLayout, *, first: int, pieces: int, done: int, most_bytes: int = REQUEST_BYTES
+) -> tuple[Request, ...]:
     """Return how `pieces` pieces of an extent from its piece `first` on are read. The first `done` pieces of layer 0 are there
     already.
 
-    Runs above REQUEST_BYTES are cut evenly at piece edges. Layers that lie side by side, as they do where all of an extent is
+    Runs above `most_bytes` are cut evenly at piece edges. Layers that lie side by side, as they do where all of an extent is
     wanted, go together up to as much, and at most as many as are there before them."""
     if layout.piece_ends is None:
-        return _planned(layout, first, pieces, done)
-    return _plan(layout, first, pieces, done)
+        return _planned(layout, first, pieces, done, most_bytes)
+    return _plan(layout, first, pieces, done, most_bytes)
 
 
-def _plan(layout: ExtentLayout, first: int, pieces: int, done: int) -> tuple[Request, ...]:
+def _plan(layout: ExtentLayout, first: int, pieces: int, done: int, most_bytes: int) -> tuple[Request, ...]:
     found = []
     layers = len(layout.layer_offsets)
     layer = 0
@@ -118,13 +120,13 @@ def _plan(layout: ExtentLayout, first: int, pieces: int, done: int) -> tuple[Req
         end = layer + 1
         if layer and pieces == layout.pieces:
             start = layout.layer_offsets[layer]
-            while end < min(2 * layer, layers) and layout.region_end(end) - start <= REQUEST_BYTES:
+            while end < min(2 * layer, layers) and layout.region_end(end) - start <= most_bytes:
                 end += 1
         if end > layer + 1:
             found.append(Request(range(layer, end), 0, pieces))
         else:
             sizes = layout.piece_sizes(layer, first + skip, pieces - skip)
-            found += [Request(range(layer, end), skip + at, count) for at, count in _runs(sizes)]
+            found += [Request(range(layer, end), skip + at, count) for at, count in _runs(sizes, most_bytes)]
         layer = end
     return tuple(found)
 
@@ -132,13 +134,13 @@ def _plan(layout: ExtentLayout, first: int, pieces: int, done: int) -> tuple[Req
 _planned = lru_cache(maxsize=256)(_plan)  # most extents of a prompt are of a few lengths
 
 
-def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, count) of consecutive runs of at most REQUEST_BYTES each, evenly long where all pieces are; a piece above
+def _runs(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
+    """Return (first, count) of consecutive runs of at most `most_bytes` each, evenly long where all pieces are; a piece above
     that is a run of its own."""
     runs = []
     first = nbytes = 0
     for i, size in enumerate(sizes):
-        if i > first and nbytes + size > REQUEST_BYTES:
+        if i > first and nbytes + size > most_bytes:
             runs.append((first, i - first))
             first, nbytes = i, 0
         nbytes += size

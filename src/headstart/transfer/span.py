@@ -198,7 +198,7 @@ class _HeadJob(_Job):
             raise StoreError(f"extent {span.extent} is gone")
         together = 0
         if not self.alone:
-            together = read_with_head(representation, first=span.first, wanted=wanted)
+            together = read_with_head(representation, first=span.first, wanted=wanted, most_bytes=span.pool.request_bytes)
         part = self.part(0, shape.header_bytes, [representation.layer_bytes[0] or 0] * together)
         try:
             head = self.read(staging, [part], head_bytes=shape.header_bytes)
@@ -218,7 +218,9 @@ class _HeadJob(_Job):
         fault = self.keep(part, header)
         rest = [
             self.job(header, layout, request)
-            for request in requests(layout, first=span.first, pieces=span.pieces, done=together)
+            for request in requests(
+                layout, first=span.first, pieces=span.pieces, done=together, most_bytes=span.pool.request_bytes
+            )
         ]
         self.load.ended([0], pieces=together, nbytes=shape.header_bytes + part.nbytes, fault=fault)
         span.pool.submit(rest)

@@ -60,8 +60,8 @@ class FaultyBucket(Bucket):
         self._fail("create")
         super().create(key, data)
 
-    def get(self, key: str) -> bytes:
-        self._fail("get")
+    def get(self, key: str) -> memoryview:
+        self._fail("read" if key.startswith("segments/") else "get")
         return super().get(key)
 
     def read(self, key: str, buffers: Sequence[memoryview], offset: int) -> int:

