@@ -7,8 +7,10 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx
 import obstore
 import obstore.store
 import pytest
@@ -16,6 +18,7 @@ from benchmarks import s3_server
 from faulty_proxy import FaultyProxy, Mode
 from pool_process import Process, eventually
 
+from headstart.cli.server_process import ServerProcess
 from headstart.errors import TierUnavailable
 from headstart.metrics import Counters
 from headstart.testing.tier_contract import TierContract
@@ -186,3 +189,36 @@ def test_bytes_flipped_in_the_bucket_are_a_miss_and_are_quarantined_for_all(serv
         assert b.count()["quarantined_corrupt"] == 2
         assert a.ask("save 1").split()[1] == "written"
         assert float(b.ask("wait 1 60"))
+
+
+@pytest.mark.real_model
+def test_what_a_server_computed_another_one_with_an_empty_disk_hits_after_it_was_killed(
+    server: s3_server.S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    asked = [
+        {"role": "system", "content": "Gates open in the order G3, G4, G2, G5, G1, G6. " * 25},
+        {"role": "user", "content": "Which gate opens first?"},
+    ]
+
+    def serve(name: str) -> ServerProcess:
+        arguments = ["smollm2-135m", "--cache-directory", str(tmp_path / name), "--cache-capacity", "1GiB"]
+        arguments += ["--object-store", url, "--object-capacity", "1GiB"]
+        return ServerProcess(arguments, log=tmp_path / f"{name}.log")
+
+    with serve("a") as a:
+        cold = a.ask(asked, max_tokens=4)
+        assert eventually(lambda: a.metric("headstart_tier_extents", tier="object") > 0)
+        assert eventually(lambda: not a.metric("headstart_saves_pending"))
+        a.kill()
+    with serve("b") as b:
+        hit = b.ask(asked, max_tokens=4)
+        assert hit.text == cold.text
+        assert int(hit.usage["prompt_cache_hit_tokens"]) >= int(cold.usage["prompt_tokens"]) - 128
+        assert b.metric("headstart_cache_loaded_tokens_total", tier="object") > 0
+        assert b.metric("headstart_tier_object_requests_total", tier="object", call="get") > 0
+        health = httpx.get(f"{b.url}/health").text
+        assert "in the object store" in health
+    for said in (health, *((tmp_path / f"{name}.log").read_text() for name in "ab")):
+        assert s3_server.SECRET not in said

@@ -197,6 +197,22 @@ def test_a_writer_whose_journal_was_taken_in_goes_on_as_another_one(machine: Mak
     assert a.found([1, 2]) == {1, 2}
 
 
+def test_the_index_is_rebuilt_from_the_objects_where_journals_are_gone(machine: Make, store: Any) -> None:
+    a = machine()
+    for seed in range(3):
+        a.save(seed)
+    a.close()
+    obstore.delete(store, keys_of(store, "journals"))
+    obstore.put(store, f"segments/07/{'ab' * 16}-00000007.seg", b"somebody else's")
+    b = machine()
+    assert b.found(range(3)) == set()
+    for _ in range(3):
+        b.wait(200)
+    assert b.found(range(3)) == {0, 1, 2}
+    assert (b.counter("segments_adopted"), b.counter("adopt_failed"), b.counter("litter_removed")) == (3, 1, 1)
+    assert machine().found(range(3)) == {0, 1, 2}
+
+
 def test_a_bucket_is_no_cache_directory(store: Any) -> None:
     obstore.put(store, "headstart.json", b'{"format": "headstart", "version": 1, "features": []}')
     with pytest.raises(FormatMismatch, match="cache directory of one machine"):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import logging
+from pathlib import Path
 
 import numpy as np
 
 from headstart.policy.eviction import Emptying, choose_victims
 from headstart.tier.disk.evicting import Weighed
 from headstart.tier.disk.table import Segment
+from headstart.tier.object.store import ObjectStore
 from headstart.tier.pool.collecting import Collector
 
 _SHARE = 64  # such a part of the capacity is freed at once: a full bucket does not choose anew for every extent
+_ADOPTING_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class ObjectCollector(Collector):
     """Removes the least worthy extents themselves: each is an object."""
 
     _said = False
+    _adopt_until = 0.0
 
     def _elected(self) -> bool:
         try:
@@ -53,6 +57,22 @@ class ObjectCollector(Collector):
                 self._store.directory.root,
             )
         return False
+
+    def _tidy(self) -> None:
+        self._adopt_until = self._store.clock() + _ADOPTING_S
+        super()._tidy()
+
+    def _end_unexplained(self, path: Path) -> None:
+        """A segment that no journal speaks of is whole, as it was put: it is taken up again, unless it is no segment."""
+        store = self._store
+        assert isinstance(store, ObjectStore)
+        if path.suffix == ".seg":
+            if store.clock() > self._adopt_until:
+                self._list_due = store.clock()  # the others next time, so that nobody waits for long
+                return
+            if store.adopt(path):
+                return
+        super()._end_unexplained(path)
 
     def _choose(self, weighed: Weighed, needed_bytes: int) -> tuple[list[Segment], Emptying | None]:
         segments = [self._store.books.numbered(int(number)) for number in np.unique(weighed.segments)]

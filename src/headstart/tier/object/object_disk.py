@@ -74,6 +74,10 @@ class ObjectDisk:
         """Put a segment whole. Raises OSError; then it may be there all the same, and no journal speaks of it."""
         self.bucket.put(self._key(path), parts)
 
+    def get_segment(self, path: Path) -> memoryview:
+        """Return a segment whole. Raises OSError."""
+        return self.bucket.get(self._key(path))
+
     def forget_segment(self, path: Path) -> None:
         """Read a segment anew, whatever of it is in memory."""
         self._whole.forget(self._key(path))

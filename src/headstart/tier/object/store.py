@@ -11,12 +11,16 @@ import errno
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from headstart.block.representation import Representation
-from headstart.tier.base import WriteOutcome
+from headstart.block.whole import examine
+from headstart.errors import ExtentCorrupt
+from headstart.tier.base import Terms, WriteOutcome
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
+from headstart.tier.disk.new_record import record_of
 from headstart.tier.disk.records import (
     ExtentAdded,
     ExtentName,
@@ -26,7 +30,7 @@ from headstart.tier.disk.records import (
     SegmentOpened,
     SegmentSealed,
 )
-from headstart.tier.disk.segment import SegmentHeader, encode_segment_header
+from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 from headstart.tier.object.object_disk import ObjectDisk
 from headstart.tier.object.segments import ObjectSegments
 from headstart.tier.pool.store import Attempt, PoolStore
@@ -107,18 +111,42 @@ class ObjectStore(PoolStore):
             raise
         last_used = added.last_used or self.books.next_use()
         placed = replace(added, extent=ExtentName(name, header.header_bytes), last_used=last_used)
-        records: list[Record] = [  # declared each time: the journal may be another one by now
-            RepresentationDeclared(header.representation),
-            SegmentOpened(name, header.header_bytes, end, header.created_ms, header.digest),
-            placed,
-            SegmentSealed(name, end),
-        ]
-        self.append(records)  # where that fails others may have seen it, so the object stays
-        with self.lock:
-            self.books.apply(records, own=True)
+        self._say(header, placed)
         self.room.opened(end)
         self.counters.add("bytes_written", image.nbytes)
         return placed.extent
+
+    def adopt(self, path: Path) -> bool:
+        """Say of a segment that no journal speaks of what stands in it, read whole and verified; False where that is not what
+        its name says. In turn. Raises OSError."""
+        try:
+            data = self.objects.get_segment(path)
+            header = decode_segment_header(data)
+            representation, image = Representation.decode(header.representation), data[header.header_bytes :]
+            extent = examine(image, representation)
+            added = record_of(image, extent, representation, Terms(extent.retention), steady_ms=self.steady_ms)
+        except FileNotFoundError:
+            return False
+        except (ExtentCorrupt, ValueError):
+            self.counters.add("adopt_failed")
+            return False
+        if header.segment.file != path.name or header.digest != representation.digest:
+            return False
+        self._say(header, replace(added, extent=ExtentName(header.segment, header.header_bytes)))
+        self.counters.add("segments_adopted")
+        return True
+
+    def _say(self, header: SegmentHeader, placed: ExtentAdded) -> None:
+        """Journal a segment and the extent in it. Raises OSError; others may have seen it then, so the object stays."""
+        records: list[Record] = [  # declared each time: the journal may be another one by now
+            RepresentationDeclared(header.representation),
+            SegmentOpened(header.segment, header.header_bytes, header.capacity_bytes, header.created_ms, header.digest),
+            placed,
+            SegmentSealed(header.segment, header.capacity_bytes),
+        ]
+        self.append(records)
+        with self.lock:
+            self.books.apply(records, own=True)
 
     def _has_grown(self) -> bool:
         return self._appends >= MOST_APPENDS or super()._has_grown()

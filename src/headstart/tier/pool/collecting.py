@@ -300,9 +300,12 @@ class Collector:
         self._unknown_since = {path: self._unknown_since.get(path, now) for path in paths}
         for path, since in self._unknown_since.items():
             if now - since >= store.timing.dead_s:
-                with suppress(FileNotFoundError):
-                    store.disk.unlink(path)
-                store.counters.add("litter_removed")
+                self._end_unexplained(path)
+
+    def _end_unexplained(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            self._store.disk.unlink(path)
+        self._store.counters.add("litter_removed")
 
     def _largest_segment_bytes(self) -> int:
         with self._store.lock:
