@@ -270,7 +270,7 @@ class PoolTier:
             if error.facts.get("reason") != "hangs":
                 raise
             attempt.given_up = True
-            store.pauses.begin("the file system does not answer")
+            store.pauses.begin(f"the {self._medium} does not answer")
             return [WriteOutcome(stored=False, reason="stopped")]
         for outcome, header, its in zip(outcomes, headers, terms, strict=False):
             if outcome.stored:
