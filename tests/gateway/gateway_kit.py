@@ -132,8 +132,10 @@ def routed(
 
 
 @contextmanager
-def real_workers(folder: Path, place: Path, count: int, *, events: bool = True) -> Iterator[list[str]]:
-    """Run servers of ours with a real engine each, in this process; give their addresses."""
+def real_workers(
+    folder: Path, place: Path, count: int, *, events: bool = True, settings: Sequence[dict[str, Any]] = ()
+) -> Iterator[list[str]]:
+    """Run servers of ours with a real engine each, in this process; give their addresses. `settings`: each one's own."""
     with ExitStack() as stack:
         urls = []
         for number in range(count):
@@ -148,6 +150,7 @@ def real_workers(folder: Path, place: Path, count: int, *, events: bool = True) 
                     "cache.kv_events": "tcp://127.0.0.1:0" if events else "",
                     "engine.kv_memory": "64MiB",
                 }
+                | (settings[number] if settings else {})
             )
             model = open_model(config, on_progress=lambda stage, fraction: None)
             stack.callback(model.engine.close)

@@ -13,7 +13,7 @@ from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.cache.prefix_cache import CacheStatistics
-from headstart.engine.base import PacedEngine, StoringEngine
+from headstart.engine.base import PacedEngine, RoledEngine, StoringEngine
 from headstart.errors import HeadstartError
 from headstart.policy.loading import Computing, Reading
 
@@ -53,6 +53,8 @@ def worker_state(service: Service, *, trusted: bool) -> dict[str, Any]:
         told["waiting_tokens"] = served.engine.waiting_tokens()
         speeds = served.engine.speeds
         told["speeds"] = _speeds(speeds.computing, speeds.reading(), info.kv_bytes_per_token)
+    if isinstance(served.engine, RoledEngine):
+        told["handoff"] = _handoff(served.engine, load.counters)
     if served.cache is not None:
         told |= {
             "block_tokens": BLOCK_TOKENS,
@@ -78,6 +80,13 @@ def _roots(served: Served) -> dict[str, str]:
             if identity is not None:
                 roots[adapter] = identity.root().hex()
     return roots
+
+
+def _handoff(engine: RoledEngine, counters: Mapping[str, int]) -> dict[str, Any]:
+    """Return what this worker does among others; and how fast KV came from them, None before any did."""
+    came, took_us = counters.get("handoff_received_bytes", 0), counters.get("handoff_received_us", 0)
+    rate = 1e6 * came / took_us if took_us else None
+    return {"role": engine.role, "addresses": list(engine.addresses), "takes": engine.takes, "bytes_per_s": rate}
 
 
 def _speeds(computing: Computing | None, reading: Mapping[str, Reading], token_bytes: int) -> dict[str, Any]:

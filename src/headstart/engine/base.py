@@ -297,7 +297,9 @@ Role = Literal["both", "prefill", "decode"]
 
 @runtime_checkable
 class RoledEngine(Protocol):
-    """An engine that hands prompts' KV to others, or takes it. `addresses`: where it is asked to compute prompts."""
+    """An engine that hands prompts' KV to others, or takes it. `addresses`: where it is asked to compute prompts; `takes`:
+    whether it can take what others computed."""
 
     role: Role
     addresses: tuple[str, ...]
+    takes: bool

@@ -3,6 +3,7 @@
     app         HTTP: the dialects, the admin API; what a server of ours has, with workers in place of an engine
     forward     one request: sent, watched, sent elsewhere where nothing was answered yet, passed on as it comes
     sending     where and how a request is sent: the one place that another way of sending replaces
+    apart       a prompt computed by one worker, and answered by another
     prompts     a request's tokens, and the keys of its blocks
     fleet       the workers: how each is, by asking it; what each holds, by its events
     following   KV events, one thread for all workers

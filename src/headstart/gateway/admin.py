@@ -79,7 +79,7 @@ class Admin:
         if request.method == "PATCH":
             changed = await self._body(request, _Changed)
             if changed.role is not None:
-                self._fleet.set_role(worker, _role(changed.role))
+                await self._fleet.change_role(worker, _role(changed.role))
             if changed.draining is not None:
                 self._fleet.set_draining(worker, changed.draining)
         elif request.method == "DELETE":

@@ -56,12 +56,13 @@ from headstart.api.plumbing import (
 from headstart.api.streaming import STALL_S
 from headstart.errors import RequestError
 from headstart.gateway.admin import Admin
+from headstart.gateway.apart import Apart
 from headstart.gateway.decisions import Asked, Decisions
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.forward import Flight
 from headstart.gateway.metrics import CONTENT_TYPE, Metrics
 from headstart.gateway.prompts import Prompts
-from headstart.gateway.sending import Direct, Order, Refused, Said, Sending
+from headstart.gateway.sending import Order, Refused, Said, Sending
 from headstart.gateway.worker import Worker
 
 log = logging.getLogger("headstart")
@@ -96,7 +97,7 @@ class Router:
         self.decisions = Decisions()
         self.metrics = Metrics(fleet)
         self.bodies = Bodies()
-        self.sending = sending or Direct(fleet)
+        self.sending = sending or Apart(fleet)
         self.keepalive_s = keepalive_s
         self.stall_s = stall_s
         self.patience_s = patience_s

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from headstart.gateway.worker import Address, Report, endpoint_seen_from, with_guesses
+from headstart.gateway.worker import Address, Handoff, Report, Role, endpoint_seen_from, with_guesses
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -24,6 +24,13 @@ class Unwell(Exception):
     def __init__(self, why: str, *, gone: bool = False) -> None:
         super().__init__(why)
         self.gone = gone
+
+
+class _Handoff(msgspec.Struct):
+    role: Role
+    addresses: list[str] = []
+    takes: bool = False
+    bytes_per_s: float | None = None
 
 
 class _Told(msgspec.Struct):
@@ -44,6 +51,7 @@ class _Told(msgspec.Struct):
     tiers: list[str] = []
     hit_tokens: dict[str, int] = {}
     events: dict[str, str] | None = None
+    handoff: _Handoff | None = None
 
 
 async def ask(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
@@ -104,7 +112,14 @@ def _ours(content: bytes, address: Address) -> Report:
         hit_tokens=told.hit_tokens,
         trusted=told.trusted,
         context_tokens=told.context_tokens,
+        token_bytes=told.kv.get("token_bytes", 1 << 16),
+        handoff=None if told.handoff is None else _handoff(told.handoff, address),
     )
+
+
+def _handoff(told: _Handoff, address: Address) -> Handoff:
+    addresses = tuple(endpoint_seen_from(one, address.url) for one in told.addresses)
+    return Handoff(told.role, addresses, told.takes, told.bytes_per_s)
 
 
 async def _foreign(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:

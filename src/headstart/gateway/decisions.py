@@ -15,17 +15,21 @@ MOST = 1000
 
 @dataclass(slots=True)
 class Attempt:
-    """One worker that got the request. `left_out`: who could not have it, and why. `outcome`: what became of it there."""
+    """One worker that got the request. `left_out`: who could not have it, and why. `outcome`: what became of it there.
+    `parted`: who computes its prompt, where that is another one, which is asked at `prefill_at`."""
 
     decision: Decision
     left_out: Mapping[str, str]
     outcome: str = "running"
+    parted: Decision | None = None
+    prefill_at: str = ""
 
     def told(self) -> dict[str, Any]:
         decision = self.decision
         others = [one for name, one in decision.estimates.items() if name != decision.worker]
         return {
             "worker": decision.worker,
+            "prompt_computed_by": decision.worker if self.parted is None else self.parted.worker,
             "outcome": self.outcome,
             "reason": _reason(decision, others),
             "scores": [{"worker": name, **_score(one)} for name, one in decision.estimates.items()],

@@ -19,7 +19,7 @@ from random import Random
 import httpx
 
 from headstart.block.keys import BLOCK_TOKENS
-from headstart.errors import ConfigError, MissingExtra
+from headstart.errors import ConfigError, MissingExtra, RequestError
 from headstart.gateway.asking import Unwell, ask
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
@@ -120,6 +120,22 @@ class Fleet:
             log.info("worker %s: role %s, was %s", worker.id, role, worker.role)
             worker.role = role
             self.wake()
+
+    async def change_role(self, worker: Worker, role: Role) -> None:
+        """Change it here, and where the worker knows of roles there as well. Raises RequestError where it refuses."""
+        if worker.report is not None and worker.report.handoff is not None:
+            try:
+                async with asyncio.timeout(self._dead_after_s):
+                    url = f"{worker.address.url}/v1/headstart/role"
+                    answer = await self.client.patch(url, json={"role": role}, headers=self.headers)
+            except (httpx.HTTPError, TimeoutError) as error:
+                raise RequestError(
+                    f"worker {worker.id} does not answer, so its role stays {worker.role}", param="role"
+                ) from error
+            if answer.status_code != 200:
+                why = answer.text[:512]
+                raise RequestError(f"worker {worker.id} refuses the role {role}: {why}", param="role")
+        self.set_role(worker, role)
 
     def set_draining(self, worker: Worker, draining: bool) -> None:
         worker.draining = draining
@@ -231,6 +247,8 @@ class Fleet:
                 "worker %s is ready: %s, %s", worker.id, ", ".join(report.models) or "?", "events" if follows else "no events"
             )
             self.wake()
+        if report.handoff is not None:
+            self.set_role(worker, report.handoff.role)  # it says itself, so that all routers go by the same
         self.routing.measured(worker.id, speeds)
         if report.running is not None:
             self.routing.told(

@@ -80,6 +80,17 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Handoff:
+    """A worker's part in handing prompts over (docs/prefill-decode.md). `addresses`: where others ask it to compute prompts, as
+    they reach it; `takes`: whether it takes what others computed; `bytes_per_s`: how fast that came."""
+
+    role: Role
+    addresses: tuple[str, ...] = ()
+    takes: bool = False
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a worker says when it is asked. `ours`: it is a server of ours; of others only what their metrics tell is known, and
     None stands for the rest. `trusted`: it believes the router whose requests are. `speeds`: as far as they were measured."""
@@ -100,6 +111,8 @@ class Report:
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
     trusted: bool = False
     context_tokens: int | None = None
+    token_bytes: int = 1 << 16
+    handoff: Handoff | None = None
 
 
 class Times:

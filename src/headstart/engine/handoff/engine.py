@@ -95,6 +95,11 @@ class HandoffEngine:
         self.addresses: tuple[str, ...] = () if self._server is None else self._server.addresses
 
     @property
+    def takes(self) -> bool:
+        """See `RoledEngine`."""
+        return self.role != "prefill" and self._cache.expects
+
+    @property
     def failed(self) -> str | None:
         return self.inner.failed
 
@@ -104,13 +109,12 @@ class HandoffEngine:
             self.inner.submit(replace(request, prefill_at=None), on_event)
             return
         refuse_impossible(request, self.info)
-        addresses = self._addresses(request.prefill_at)
         with self._lock:
             if request.id in self._under_way:
                 raise RequestError(f"a request with id {request.id!r} is still running; use another id", param="id")
             busy = self._closed or len(self._under_way) >= MOST_AT_ONCE
             if not busy:
-                handoff = self._under_way[request.id] = _Handoff(self, request, on_event, addresses)
+                handoff = self._under_way[request.id] = _Handoff(self, request, on_event)
         if busy:
             self._counters.add("handoff_busy")
             self.inner.submit(replace(request, prefill_at=None), on_event)
@@ -177,22 +181,6 @@ class HandoffEngine:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _addresses(self, text: str) -> list[str]:
-        """Return where to ask, this machine's first. Raises RequestError for what is no address, or none for this worker."""
-        try:
-            addresses = [one for part in text.split(",") if (one := part.strip())]
-            local = {one: is_local(one) for one in addresses}
-        except ConfigError as error:
-            raise RequestError(f"prefill_at: {error.message}", param="prefill_at") from error
-        if not 0 < len(addresses) <= _MOST_ADDRESSES:
-            raise RequestError(f"prefill_at names {len(addresses)} addresses; give 1 to {_MOST_ADDRESSES}", param="prefill_at")
-        if not self._secret and not all(local.values()):
-            raise RequestError(
-                "without a handoff.secret only workers of this machine are asked for KV; give all workers one",
-                param="prefill_at",
-            )
-        return sorted(addresses, key=lambda one: not local[one])
-
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._under_way.pop(request_id, None)
@@ -201,13 +189,10 @@ class HandoffEngine:
 class _Handoff:
     """One request whose prompt is computed elsewhere."""
 
-    def __init__(
-        self, engine: HandoffEngine, request: GenerationRequest, on_event: Callable[[TokenEvent], None], addresses: list[str]
-    ) -> None:
+    def __init__(self, engine: HandoffEngine, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         self._engine = engine
         self._request = request
         self._on_event = on_event
-        self._addresses = addresses
         self._started_s = time.monotonic()
         self._lock = Lock()
         self._session: Session | None = None
@@ -290,7 +275,7 @@ class _Handoff:
 
     def _connected(self) -> Session:
         lost: WireError | None = None
-        for address in self._addresses:
+        for address in self._addresses():
             try:
                 connected = connect(address, timeout_s=min(_CONNECT_S, self._engine._timeout_s))
                 return Session(connected, secret=self._engine._secret, timeout_s=self._engine._timeout_s, listening=False)
@@ -298,6 +283,21 @@ class _Handoff:
                 lost = error
         assert lost is not None
         raise lost
+
+    def _addresses(self) -> list[str]:
+        """Return where to ask, this machine's first. Raises WireError for what is no address, or none for this worker."""
+        addresses = [one for part in (self._request.prefill_at or "").split(",") if (one := part.strip())]
+        try:
+            local = {one: is_local(one) for one in addresses}
+        except ConfigError as error:
+            raise WireError(f"what was named is no worker's address: {error.message}", reason="address") from error
+        if not 0 < len(addresses) <= _MOST_ADDRESSES:
+            raise WireError(f"{len(addresses)} addresses were named, not 1 to {_MOST_ADDRESSES}", reason="address")
+        if not self._engine._secret and not all(local.values()):
+            raise WireError(
+                "without a handoff.secret only workers of this machine are asked for KV; give all workers one", reason="address"
+            )
+        return sorted(addresses, key=lambda one: not local[one])
 
     def _on_result(self, told: Result) -> None:
         """The other worker says how far the prompt is, or its first token: that goes to who asked before anything else."""
