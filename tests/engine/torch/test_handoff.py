@@ -315,8 +315,9 @@ def test_another_secret_is_refused(model: Callable[[], TorchModel], one: TorchEn
 
 
 def test_without_a_secret_only_this_machine_is_talked_to(two: tuple[HandoffEngine, HandoffEngine], model: Any) -> None:
-    for nowhere in ("tcp://192.0.2.1:7000", "http://127.0.0.1/", ",", "tcp://127.0.0.1:1" + ", tcp://127.0.0.1:1" * 9):
-        assert ask(two[1], some_tokens(100), 4, prefill_at=nowhere).result().finish == "length"
+    nowhere = ("tcp://192.0.2.1:7000", "http://127.0.0.1/", ",", "tcp://127.0.0.1:1" + ", tcp://127.0.0.1:1" * 9)
+    for number, at in enumerate(nowhere):
+        assert ask(two[1], some_tokens(100, seed=number), 4, prefill_at=at).result().finish == "length"
     assert _lost(two[1]) == {"handoff_lost_address": 4}
     engine = alone(model())
     with pytest.raises(ConfigError, match="--handoff-secret"):
