@@ -632,7 +632,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         setting = by_variable.get(variable)
         if setting is None:
             raise ConfigError(
-                f"unknown environment variable {variable}; {_nearest(variable, by_variable)}", key=variable, where="environment"
+                f"unknown environment variable {variable}; {nearest(variable, by_variable)}", key=variable, where="environment"
             )
         chosen[setting.key] = _converted(setting.key, text, where=f"in environment variable {variable}", strict=False)
     return chosen
@@ -651,7 +651,7 @@ def _converted(key: str, value: object, *, where: str, strict: bool) -> Any:
     """Return `value` as the key's type. Text from the environment and from flags is read leniently ("8000", "true")."""
     setting = settings().get(key)
     if setting is None:
-        raise ConfigError(f"unknown configuration key {key!r} {where}; {_nearest(key, settings())}", key=key, where=where)
+        raise ConfigError(f"unknown configuration key {key!r} {where}; {nearest(key, settings())}", key=key, where=where)
     sizes = _size_forms(setting.type)
     if sizes is not None and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -738,7 +738,12 @@ def _path(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError("Expected a path")
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a hint at the right name for a wrong one.
+
+    >>> nearest("modle", ["model", "workers"])
+    "did you mean 'model'?"
+    """
     names = list(names)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(names)

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from headstart.cli.simulate import simulate as command
 from headstart.errors import RequestError
+from headstart.policy.planning import Delays, Limits, Targets
 from headstart.policy.routing.estimate import Speeds
 from headstart.policy.speed import Speed
 from headstart.simulate.fleet import LARGE_GPU, NAMES, Fleet, Run, read_speeds, simulate
+from headstart.simulate.planned import Planned, simulate_planned
 from headstart.simulate.result import result_of
-from headstart.simulate.trace import Ask, Trace, hot_prefix, read, repeated, tokens_of
+from headstart.simulate.trace import Ask, Trace, day, hot_prefix, read, repeated, tokens_of
 from headstart.simulate.worker import Job, KeptBlocks, Worker
 
 SPEEDS = Speeds(prefill=Speed((1e-3, 0.0)), step=Speed((1e-2, 1e-3, 0.0)), pool=Speed((1e-4, 0.0)), chunk_tokens=1000)
@@ -224,3 +226,59 @@ def test_the_command_prints_every_rule_and_draws(tmp_path: Path) -> None:
     assert {one["requests"] for one in found["rules"]} == {20}
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
     assert said("--rule", "dynamo", "--requests", "5", "--pool-tokens", "1M").count("\n") == 2
+
+
+def planned(trace: Trace, fleet: Fleet, **more: float) -> Planned:
+    limits = Limits(1, int(more.pop("maximum", 6)))
+    return simulate_planned(
+        trace, fleet, targets=Targets(3.0, 0.1), limits=limits, delays=Delays(20.0, 30.0, 120.0), look_s=5.0
+    )
+
+
+def test_under_a_planner_every_request_ends_and_nobody_is_paid_for_twice() -> None:
+    trace = day(trace_of(3, 300), copies=3, peak=6.0, random=Random(2), span_s=7200.0)
+    made = planned(trace, Fleet(1, SPEEDS, kv_tokens=40_000))
+    assert len(made.run.jobs) == sum(len(session) for session in trace.sessions) == sum(made.run.requests)
+    assert all(job.end_s >= job.first_s >= job.sent_s for job in made.run.jobs)
+    verbs = [action.verb for _, action in made.actions]
+    assert verbs.count("start") >= 1
+    assert verbs.count("drain") >= 1
+    assert 1 < made.most <= 6
+    span_s = max(job.end_s for job in made.run.jobs)
+    assert sum(made.run.busy_s) <= made.worker_s < made.most * span_s
+    again = planned(trace, Fleet(1, SPEEDS, kv_tokens=40_000))
+    assert again.actions == made.actions
+
+
+def test_a_started_worker_gets_nothing_before_it_is_ready_and_a_drained_one_nothing_new() -> None:
+    trace = day(trace_of(4, 300), copies=3, peak=6.0, random=Random(2), span_s=7200.0)
+    made = planned(trace, Fleet(2, SPEEDS, kv_tokens=40_000))
+    assert len(made.run.requests) == 2 + sum(action.verb == "start" for _, action in made.actions)
+
+
+def test_a_day_has_its_peak_in_the_afternoon_and_loses_nothing() -> None:
+    trace = Trace([[Ask(3.0 * (number // 10), 1000, 10, np.array([number + 1], np.uint64))] for number in range(1000)], 512)
+    long = day(trace, copies=5, peak=4.0, random=Random(1))
+    starts = np.array([session[0].wait_s for session in long.sessions])
+    assert len(starts) == 5000
+    assert (np.diff(starts) >= 0).all()
+    assert 0 <= starts[0] <= starts[-1] <= 86_400
+    hours = np.histogram(starts, bins=24, range=(0, 86_400))[0]
+    assert 15 <= hours.argmax() <= 16
+    assert 3.5 <= hours.max() / hours.min() <= 4.5
+    assert len({int(session[0].keys[0]) for session in long.sessions}) == 5000
+
+
+def test_the_command_tells_what_the_planner_did(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("[planner]\nfirst_token_s = 0.5\nstart_s = 5\nmaximum = 4\nevery_s = 5")
+    trace = tmp_path / "trace.jsonl"
+    asks = ({"timestamp": 200 * n, "input_length": 9000, "output_length": 40, "hash_ids": [n]} for n in range(300))
+    trace.write_text("\n".join(json.dumps(ask) for ask in asks))
+    options = [str(trace), "--workers", "1", "--rule", "headstart", "--plan", str(tmp_path / "cluster.toml")]
+    told = CliRunner().invoke(command, options, standalone_mode=False)
+    assert "start a worker (both)" in told.output
+    assert "worker hours, up to" in told.output
+    found = json.loads(CliRunner().invoke(command, [*options, "--json"], standalone_mode=False).stdout)
+    assert [rule["rule"] for rule in found["rules"]] == ["headstart", "planner"]
+    assert found["planner"]["most"] > 1
+    assert found["rules"][1]["first_token_p90_s"] < found["rules"][0]["first_token_p90_s"]

@@ -35,6 +35,14 @@ _COMMANDS = {
     "doctor": ("headstart.cli.doctor:doctor", "Tell whether a model's chat template and the cache's disk are fit for a cache."),
     "route": ("headstart.cli.route:route", "Give each request to the worker that answers it soonest."),
     "simulate": ("headstart.cli.simulate:simulate", "Tell what a fleet of engines would make of a trace, by rule of routing."),
+    "up": ("headstart.cli.up:up", "Start a cluster: workers, a router and a planner, as a file says."),
+    "ps": ("headstart.cli.ps:ps", "List a cluster's workers: roles, queues, hits by tier, speeds."),
+    "top": ("headstart.cli.ps:top", "Show a cluster's workers again and again."),
+    "down": ("headstart.cli.down:down", "End a cluster."),
+    "plan": (
+        "headstart.cli.plan:plan",
+        "Tell how many workers the targets need, in which roles, and why; move and drain them.",
+    ),
     "demo": ("headstart.cli.demo:demo", "Compute a long prompt once, kill the server, answer from disk."),
     "version": ("headstart.cli.version:version", "Tell the versions of headstart and what it stands on."),
 }

@@ -12,8 +12,13 @@ import click
 from headstart.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headstart.cli.progress import OnProgress
+    from headstart.simulate.fleet import Fleet
+    from headstart.simulate.planned import Planned
     from headstart.simulate.result import Result
+    from headstart.simulate.trace import Trace
 
 
 @click.command()
@@ -33,6 +38,12 @@ if TYPE_CHECKING:
 @click.option(
     "--speeds", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON file with an engine's speeds"
 )
+@click.option(
+    "--plan",
+    "cluster",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="let the planner of this cluster.toml start and drain workers, beginning with --workers",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="of ties")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="draw first tokens into this .svg or .png")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
@@ -45,6 +56,7 @@ def simulate(
     kv_tokens: str,
     pool_tokens: str | None,
     speeds: Path | None,
+    cluster: Path | None,
     seed: int,
     plot: Path | None,
     as_json: bool,
@@ -73,15 +85,51 @@ def simulate(
             run = simulate(asked, fleet, name, seed=seed, on_request=partial(_told, on_progress, name, total))
             results.append(result_of(name, run))
             firsts[name] = sorted(job.first_s - job.sent_s for job in run.jobs)
+        made = None if cluster is None else _planned(cluster, asked, fleet, seed, partial(_told, on_progress, "planner", total))
+    if made is not None:
+        results.append(result_of("planner", made.run, seconds=made.worker_s))
+        firsts["planner"] = sorted(job.first_s - job.sent_s for job in made.run.jobs)
     if plot is not None:
         _draw(plot, firsts, results)
     if as_json:
-        click.echo(
-            json.dumps({"trace": trace.name, "workers": workers, "faster": faster, "rules": [json_of(one) for one in results]})
-        )
+        told = {"trace": trace.name, "workers": workers, "faster": faster, "rules": [json_of(one) for one in results]}
+        if made is not None:
+            told["planner"] = {"worker_hours": made.worker_s / 3600, "most": made.most, "actions": _actions(made)}
+        click.echo(json.dumps(told))
     else:
         click.echo("\n".join(lines_of(results)))
+        if made is not None:
+            click.echo("\n".join(f"{when} {action}" for when, action in _actions(made)))
+            fixed_hours = workers * results[-1].span_s / 3600
+            click.echo(
+                f"{made.worker_s / 3600:.2f} worker hours, up to {made.most} workers; {workers} all along: {fixed_hours:.2f}"
+            )
     return 0
+
+
+def _planned(cluster: Path, trace: Trace, fleet: Fleet, seed: int, on_request: Callable[[int], None]) -> Planned:
+    """Return what the fleet becomes under the planner of a cluster's file; without one in it, under the usual planner."""
+    from headstart.gateway.cluster_file import PlannerTable, read_cluster
+    from headstart.simulate.planned import simulate_planned
+
+    planner = read_cluster(cluster).planner or PlannerTable()
+    return simulate_planned(
+        trace,
+        fleet,
+        targets=planner.targets,
+        limits=planner.limits,
+        delays=planner.delays,
+        look_s=planner.every_s,
+        seed=seed,
+        on_request=on_request,
+    )
+
+
+def _actions(made: Planned) -> list[tuple[str, str]]:
+    """Return when what was done, as hours, minutes and seconds since the trace began."""
+    return [
+        (f"{int(at_s) // 3600:02}:{int(at_s) // 60 % 60:02}:{int(at_s) % 60:02}", str(action)) for at_s, action in made.actions
+    ]
 
 
 def _told(on_progress: OnProgress, rule: str, total: int, done: int) -> None:

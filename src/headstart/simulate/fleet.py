@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -81,47 +82,64 @@ def simulate(
     """Return what the rule `name`, one of `NAMES`, makes of the trace. `on_request` is told how many were sent so far.
 
     Raises ValueError for an unknown rule."""
-    return _Simulation(trace, fleet, name, seed, on_request).run()
+    return Simulation(trace, fleet, name, seed, on_request).run()
 
 
-class _Simulation:
-    def __init__(self, trace: Trace, fleet: Fleet, name: str, seed: int, on_request: Callable[[int], None]) -> None:
+class Simulation:
+    """Requests, workers and a rule. `most`: workers that there may be at once, None: those of the fleet."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        fleet: Fleet,
+        name: str,
+        seed: int,
+        on_request: Callable[[int], None],
+        *,
+        most: int | None = None,
+    ) -> None:
         self._trace = trace
+        self._fleet = fleet
         self._on_request = on_request
         random = Random(seed)
         tokens = trace.block_tokens
         pool = None if fleet.pool_tokens is None else KeptBlocks(fleet.pool_tokens // tokens)
         self._pool = pool
         self._rule = None if name == OURS else rule(name, random)
-        self._routing = Routing(block_tokens=tokens, random=random, workers=fleet.workers)
+        self._routing = Routing(block_tokens=tokens, random=random, workers=most or fleet.workers)
         self._workers: dict[str, Worker] = {}
-        for number in range(fleet.workers):
-            worker = f"w{number:03}"
-            self._workers[worker] = Worker(fleet.speeds, kv_tokens=fleet.kv_tokens, block_tokens=tokens, pool=pool)
-            self._routing.up(worker, fleet.speeds, now_s=0.0, kv_tokens=fleet.kv_tokens)
         self._jobs: list[Job] = []
-        self._requests = dict.fromkeys(self._workers, 0)
-        self._due: list[tuple[float, int, str | None, int, int]] = []  # (when, order, worker or None, session or version, turn)
+        self._requests: dict[str, int] = {}
+        self._due: list[tuple[float, int, Callable[[float], None]]] = []  # (when, order, what is called then)
         self._count = 0
-        self._versions = dict.fromkeys(self._workers, 0)
+        self._versions: dict[str, int] = {}
+        for number in range(fleet.workers):
+            self._join(f"w{number:03}", 0.0)
 
     def run(self) -> Run:
         for number, session in enumerate(self._trace.sessions):
-            self._push(session[0].wait_s, None, number, 0)
+            self._at(partial(self._send, number, 0), session[0].wait_s)
         while self._due:
-            now_s, _, worker, number, turn = heapq.heappop(self._due)
-            if worker is None:
-                self._send(number, turn, now_s)
-            elif number == self._versions[worker]:
-                self._tell(worker, self._workers[worker].advance(now_s), now_s)
-                self._watch(worker)
+            now_s, _, call = heapq.heappop(self._due)
+            call(now_s)
         return Run(self._jobs, list(self._requests.values()), [worker.busy_s for worker in self._workers.values()])
+
+    def _join(self, name: str, now_s: float) -> None:
+        """A worker with nothing in its memory is there from now on."""
+        fleet, tokens = self._fleet, self._trace.block_tokens
+        self._workers[name] = Worker(fleet.speeds, kv_tokens=fleet.kv_tokens, block_tokens=tokens, pool=self._pool)
+        self._routing.up(name, fleet.speeds, now_s=now_s, kv_tokens=fleet.kv_tokens)
+        self._requests[name] = self._versions[name] = 0
+
+    def _among(self) -> Collection[str] | None:
+        """Return who may be given requests; None: all."""
+        return None
 
     def _send(self, number: int, turn: int, now_s: float) -> None:
         ask = self._trace.sessions[number][turn]
         job = Job(f"{number}.{turn}", ask, ask.keys.tolist(), now_s, number, turn)
         if self._rule is None:
-            decision = self._routing.choose(ask.keys, tokens=ask.tokens, now_s=now_s)
+            decision = self._routing.choose(ask.keys, tokens=ask.tokens, now_s=now_s, among=self._among())
             assert decision is not None
         else:
             views, key = self._routing.views(ask.keys, now_s=now_s)
@@ -148,14 +166,19 @@ class _Simulation:
             self._routing.finished(job.name, answer=job.ask.answer, now_s=now_s)
             session = self._trace.sessions[job.session]
             if job.turn + 1 < len(session):
-                self._push(job.end_s + session[job.turn + 1].wait_s, None, job.session, job.turn + 1)
+                self._at(partial(self._send, job.session, job.turn + 1), job.end_s + session[job.turn + 1].wait_s)
 
     def _watch(self, worker: str) -> None:
         self._versions[worker] += 1
         at_s = self._workers[worker].next_s()
         if at_s != float("inf"):
-            self._push(at_s, worker, self._versions[worker], 0)
+            self._at(partial(self._go_on, worker, self._versions[worker]), at_s)
 
-    def _push(self, at_s: float, worker: str | None, number: int, turn: int) -> None:
+    def _go_on(self, worker: str, version: int, now_s: float) -> None:
+        if version == self._versions[worker]:
+            self._tell(worker, self._workers[worker].advance(now_s), now_s)
+            self._watch(worker)
+
+    def _at(self, call: Callable[[float], None], at_s: float) -> None:
         self._count += 1
-        heapq.heappush(self._due, (at_s, self._count, worker, number, turn))
+        heapq.heappush(self._due, (at_s, self._count, call))

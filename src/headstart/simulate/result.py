@@ -30,8 +30,9 @@ class Result:
     span_s: float
 
 
-def result_of(rule: str, run: Run) -> Result:
-    """Return the numbers of a run. Raises ValueError for one without requests."""
+def result_of(rule: str, run: Run, *, seconds: float | None = None) -> Result:
+    """Return the numbers of a run. `seconds`: of all workers together, where they were not there all along. Raises
+    ValueError for a run without requests."""
     jobs = run.jobs
     if not jobs:
         raise ValueError("a simulation of no requests shows nothing")
@@ -49,7 +50,7 @@ def result_of(rule: str, run: Run) -> Result:
         token_p90_s=float(np.percentile(steps, 90)),
         hit_memory=sum(job.reused_memory for job in jobs) / tokens,
         hit_pool=sum(job.reused - job.reused_memory for job in jobs) / tokens,
-        utilisation=sum(run.busy_s) / len(run.busy_s) / span_s if span_s else 0.0,
+        utilisation=sum(run.busy_s) / (seconds or len(run.busy_s) * span_s) if span_s else 0.0,
         largest_share=max(run.requests) / len(jobs) * len(run.requests),
         span_s=span_s,
     )

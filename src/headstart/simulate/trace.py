@@ -89,6 +89,41 @@ def repeated(trace: Trace, *, times: int, over_s: float, random: Random) -> Trac
     return replace(trace, sessions=sorted(sessions, key=lambda session: session[0].wait_s))
 
 
+def day(trace: Trace, *, copies: int, peak: float, random: Random, span_s: float = 86_400.0) -> Trace:
+    """Return a day of `copies` of the trace one behind the other, each with keys of its own, in which `peak` times as many
+    requests come at 16 o'clock as at 4: in between as a cosine squared goes, so that the busy hours are some of the day. What
+    comes close together in the trace does so here; requests that it has at one time are spread until its next."""
+    own = [np.uint64(random.getrandbits(64)) for _ in range(copies)]
+    starts = _spread([session[0].wait_s for session in trace.sessions])
+    whole_s = starts[-1] + (starts[-1] - starts[0]) / max(1, len(starts) - 1)
+    at_s = np.linspace(0.0, span_s, 24 * 60 + 1)
+    height = 1 + (peak - 1) * ((1 - np.cos(2 * np.pi * (at_s / span_s - 4 / 24))) / 2) ** 2
+    passed = np.concatenate([[0.0], np.cumsum((height[1:] + height[:-1]) / 2)])
+    sessions = []
+    for copy in range(copies):
+        share = (np.array(starts) + copy * whole_s) / (copies * whole_s)
+        for session, begin_s in zip(trace.sessions, np.interp(share * passed[-1], passed, at_s).tolist(), strict=True):
+            turns = [replace(ask, keys=ask.keys ^ own[copy]) for ask in session]
+            sessions.append([replace(turns[0], wait_s=begin_s), *turns[1:]])
+    return replace(trace, sessions=sessions)
+
+
+def _spread(starts: Sequence[float]) -> list[float]:
+    """Return ordered times with those that are equal spread evenly until the next.
+
+    >>> _spread([0.0, 0.0, 3.0])
+    [0.0, 1.5, 3.0]
+    """
+    spread: list[float] = []
+    at = 0
+    while at < len(starts):
+        end = next((n for n in range(at, len(starts)) if starts[n] > starts[at]), len(starts))
+        until = starts[end] if end < len(starts) else starts[at]
+        spread += [starts[at] + (until - starts[at]) * n / (end - at) for n in range(end - at)]
+        at = end
+    return spread
+
+
 def hot_prefix(*, requests: int, per_s: float, shared: int, own: int, answer: int, random: Random) -> Trace:
     """Return requests that all begin with the same `shared` tokens and go on each with its `own`."""
     common = np.array([random.getrandbits(63) for _ in range(shared // _COARSE_TOKENS)], np.uint64)
