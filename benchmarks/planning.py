@@ -32,6 +32,7 @@ _TRACES = Path(__file__).parent / "traces"
 _SLOWER = 6.0
 _PEAK = 4.0
 _COPIES = 4
+_GUESS = 8  # workers, from which the smallest fixed fleet is looked for
 _DELAYS = Delays(start_s=120.0, warm_s=600.0, settle_s=600.0)
 TARGETS = Targets(first_token_s=20.0, token_s=0.25)
 SPEEDS = replace(
@@ -44,12 +45,9 @@ SPEEDS = replace(
 def run(*, smoke: bool = False) -> dict[str, Any]:
     """Return worker hours and what the hours of the day took, of the fixed fleets and of the planner's."""
     trace = the_day(smoke=smoke)
-    rows = []
-    fleets = (2,) if smoke else _around(trace)
-    for workers in fleets:
-        rows.append(fixed(trace, workers))
-        print(_line(rows[-1]), flush=True)
-    rows.append(planned(trace, first=max(2, min(fleets) // 3), most=2 * max(fleets)))
+    rows = [fixed(trace, 2)] if smoke else _around(trace)
+    most = int(rows[-1]["workers"])
+    rows.append(planned(trace, first=most // 2, most=2 * most))
     print(_line(rows[-1]), flush=True)
     return {"where": where_it_ran(benchmark_home()), "targets": [TARGETS.first_token_s, TARGETS.token_s], "rows": rows}
 
@@ -57,6 +55,7 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
     first_s, token_s = result["targets"]
+    best = next((row for row in result["rows"] if row["fleet"] == "fixed" and row["met"] == row["hours"]), None)
     lines = [
         f"Targets for nine of ten requests: first token {first_s:g} s, a token {token_s * 1e3:g} ms.",
         "",
@@ -68,10 +67,8 @@ def table(result: dict[str, Any]) -> str:
             f"| {row['fleet']} | {row['workers']} | {row['worker_hours']:.1f} | {row['first_token_p90_s']:.1f} s, "
             f"{row['worst_first_s']:.1f} s | {row['worst_token_s'] * 1e3:.0f} ms | {row['met']} of {row['hours']} |"
         )
-    fixed_rows = [row for row in result["rows"] if row["fleet"] == "fixed" and row["met"] == row["hours"]]
     ours = result["rows"][-1]
-    if fixed_rows:
-        best = min(fixed_rows, key=lambda row: row["worker_hours"])
+    if best is not None:
         saved = 1 - ours["worker_hours"] / best["worker_hours"]
         lines += [
             "",
@@ -88,9 +85,12 @@ def the_day(*, smoke: bool = False) -> Trace:
 
 
 def fixed(trace: Trace, workers: int) -> dict[str, Any]:
+    """Return what a fleet makes of the day that has so many workers from the first to the last minute."""
     run = simulate(trace, Fleet(workers, SPEEDS), OURS)
     span_s = max(job.end_s for job in run.jobs)
-    return {"fleet": "fixed", "workers": str(workers), "worker_hours": workers * span_s / 3600, **_hours(run.jobs)}
+    row = {"fleet": "fixed", "workers": str(workers), "worker_hours": workers * span_s / 3600, **_hours(run.jobs)}
+    print(_line(row), flush=True)
+    return row
 
 
 def planned(trace: Trace, *, first: int, most: int) -> dict[str, Any]:
@@ -114,20 +114,18 @@ def planned(trace: Trace, *, first: int, most: int) -> dict[str, Any]:
     }
 
 
-def _around(trace: Trace) -> list[int]:
-    """Return the sizes of fixed fleets from the largest that does not meet the targets to the smallest that does."""
-    low, high = 1, 2
-    while not _meets(trace, high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _meets(trace, middle) else (middle, high)
-    return [low, high]
+def _around(trace: Trace) -> list[dict[str, Any]]:
+    """Return the rows of the largest fixed fleet that does not meet the targets, and of the smallest that does."""
+    rows = [fixed(trace, _GUESS)]
+    while int(rows[0]["workers"]) > 1 and _meets(rows[0]):
+        rows.insert(0, fixed(trace, int(rows[0]["workers"]) - 1))
+    while not _meets(rows[-1]):
+        rows.append(fixed(trace, int(rows[-1]["workers"]) + 1))
+    first = next(n for n, row in enumerate(rows) if _meets(row))
+    return rows[max(0, first - 1) : first + 1]
 
 
-def _meets(trace: Trace, workers: int) -> bool:
-    row = fixed(trace, workers)
-    print(_line(row), flush=True)
+def _meets(row: dict[str, Any]) -> bool:
     return bool(row["met"] == row["hours"])
 
 

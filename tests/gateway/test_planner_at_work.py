@@ -1,4 +1,4 @@
-"""The planner at work: what it starts, drains and moves, in which order, and that a router that fails costs nothing but a look."""
+"""The planner at work: what it starts, drains and moves, in which order, and that a failing router costs nothing but a look."""
 
 from __future__ import annotations
 
