@@ -62,6 +62,7 @@ def test_everything_that_it_may_say_is_read(tmp_path: Path) -> None:
     prefill, _, decode = cluster.specs()
     assert prefill.command[3:] == (
         *("serve", "smollm2-135m", "--host", "{host}", "--port", "0", "--pool", "/mnt/pool", "--pool-capacity", "1TiB"),
+        *("--role", "prefill", "--handoff-listen", "ipc://{folder}/handoff.sock"),
         *("--kv-memory", "2GiB"),
     )
     assert (prefill.role, prefill.cpus, prefill.gpus, prefill.resources) == ("prefill", 4, 1, {"big": 1})

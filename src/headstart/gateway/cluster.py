@@ -90,6 +90,8 @@ class Cluster:
         """Start what is not running yet; end what an earlier one left that is no longer wanted."""
         file = self._file
         command = [sys.executable, "-m", "headstart.cli", "route", "--host", file.router.host, "--port", str(file.router.port)]
+        if file.pool is not None:
+            command += ["--pool", str(Path(file.pool.directory).expanduser())]
         _reconcile(self._routers, [Spec(_ROUTER, (*command, *file.router.arguments))], keep=())
         wanted = file.specs()
         _reconcile(self._launcher, wanted, keep=wanted if file.planner is not None and file.planner.enabled else ())

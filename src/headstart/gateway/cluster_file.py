@@ -133,6 +133,8 @@ class ClusterFile:
             if self.pool is not None:
                 command += ("--pool", str(Path(self.pool.directory).expanduser()))
                 command += ("--pool-capacity", self.pool.capacity) if self.pool.capacity else ()
+            if any(one.role != "both" for one in self.workers):  # KV goes straight from worker to worker
+                command += ("--role", table.role, "--handoff-listen", "ipc://{folder}/handoff.sock")
             command += table.arguments
         return Spec(table.role, command, dict(table.environment), table.cpus, table.gpus, dict(table.resources))
 

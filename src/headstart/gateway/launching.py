@@ -1,7 +1,8 @@
 """What starts and ends workers: said in one form, done by local processes (`launching_local`) or by Ray (`launching_ray`).
 
-A worker is a command that serves HTTP. Where the words of the command name `{port}` and `{host}` these are put in; where not,
-the port is the system's choice and the server says on a line of its log where it listens, as `headstart serve --port 0` does.
+A worker is a command that serves HTTP. Where its words name `{host}`, `{port}` or `{folder}` (a folder of the worker's own)
+these are put in; without `{port}` the port is the system's choice, and the server says on a line of its log where it listens, as
+`headstart serve --port 0` does.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 State = Literal["starting", "up", "down", "stopping"]
@@ -58,15 +60,17 @@ class Launcher(Protocol):
         """End all workers and wait for it. Without it they go on, and the next launcher of the same place has them."""
 
 
-def filled(command: Sequence[str], *, host: str) -> tuple[list[str], str | None]:
-    """Return the command's words with host and a free port in them, and the address; None where the server chooses its port."""
+def filled(command: Sequence[str], *, host: str, folder: Path) -> tuple[list[str], str | None]:
+    """Return the command's words with host, folder and a free port in them, and the address; None where the server chooses its
+    port."""
+    command = [word.replace("{host}", host).replace("{folder}", str(folder)) for word in command]
     if not any("{port}" in word for word in command):
-        return [word.replace("{host}", host) for word in command], None
+        return command, None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as free:
         port = str(free.getsockname()[1])
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return [word.replace("{host}", host).replace("{port}", port) for word in command], url
+    return [word.replace("{port}", port) for word in command], url
 
 
 def announced(log: bytes) -> str | None:

@@ -125,7 +125,7 @@ class LocalLauncher:
             time.sleep(0.02)
 
     def _run(self, process: _Process) -> None:
-        command, process.url = filled(process.spec.command, host=self._host)
+        command, process.url = filled(process.spec.command, host=self._host, folder=process.folder)
         (process.folder / "process.json").unlink(missing_ok=True)
         if process.log.exists() and process.log.stat().st_size > _KEPT_BYTES:
             process.log.replace(process.log.with_suffix(".log.old"))

@@ -167,8 +167,8 @@ class Runner:
         self._told = spec
         own = _spec(json.loads(spec))
         host = ray.util.get_node_ip_address()
-        command, self._url = filled(own.command, host=host)
         self._folder = Path(tempfile.mkdtemp(prefix="headstart-worker-"))
+        command, self._url = filled(own.command, host=host, folder=self._folder)
         self._log = self._folder / "log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

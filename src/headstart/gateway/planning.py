@@ -67,9 +67,10 @@ class Looking:
         launched = {} if self._launcher is None else {one.name: one for one in self._launcher.workers()}
         self._stop_drained(told, launched)
         plan = self._latest = self._planner.plan(self._seen(told, launched), now_s=now_s, local=local)
-        ids = _ids(told, launched)
+        by_url = {one.url: name for name, one in launched.items() if one.url is not None}
+        at = {by_url.get(one["url"], str(one["id"])): one for one in told}
         for action in plan.actions:
-            self._act(action, ids, launched)
+            self._act(action, at, launched)
         if not plan.actions:
             self._told.clear()
         return plan
@@ -88,7 +89,8 @@ class Looking:
                 seen[name] = Seen(name, worker.spec.role, state="draining" if gone else "starting")
         return list(seen.values())
 
-    def _act(self, action: Action, ids: Mapping[str, str], launched: Mapping[str, Launched]) -> None:
+    def _act(self, action: Action, at: Mapping[str, Mapping[str, Any]], launched: Mapping[str, Launched]) -> None:
+        """Do one action, or say it; `at`: what the router tells of each worker, by our name for it."""
         only_said = self._dry_run or (action.verb == "start" and self._launcher is None)
         if only_said:
             key = (action.verb + action.role, action.worker)
@@ -104,9 +106,9 @@ class Looking:
                 assert self._spec_for is not None
                 self._launcher.start(self._spec_for(action.role))
             elif action.worker is not None and action.verb == "move":
-                self._router.set_role(ids[action.worker], action.role)
+                self._router.set_role(str(at[action.worker]["id"]), action.role, url=str(at[action.worker]["url"]))
             elif action.worker is not None:
-                self._router.drain(ids[action.worker])
+                self._router.drain(str(at[action.worker]["id"]))
                 if action.worker in launched:
                     self._draining.add(action.worker)
         except HeadstartError as error:
@@ -149,12 +151,6 @@ def seen_of(told: Mapping[str, Any], *, name: str, state: str) -> Seen:
 def _p90(told: Any) -> float | None:
     found = told.get("p90") if isinstance(told, dict) else None
     return float(found) if found is not None else None
-
-
-def _ids(told: Sequence[Mapping[str, Any]], launched: Mapping[str, Launched]) -> dict[str, str]:
-    """Return the router's name of each worker by ours."""
-    by_url = {one.url: name for name, one in launched.items() if one.url is not None}
-    return {by_url.get(one["url"], str(one["id"])): str(one["id"]) for one in told}
 
 
 class _Needs(Collector):
