@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from typing import IO, Any
 
 from prometheus_client import CollectorRegistry
 
-from headstart.errors import ConfigError, HeadstartError, NotThere
+from headstart.errors import AddressInUse, ConfigError, HeadstartError, NotThere
 from headstart.gateway.child import started_of
 from headstart.gateway.cluster_file import ClusterFile
 from headstart.gateway.launching import Launched, Launcher, Spec
@@ -40,7 +41,9 @@ log = logging.getLogger("headstart")
 
 STEP_S = 0.5  # between two looks at what runs
 _ENDS_S = 180.0  # in which who runs a cluster ends it when it is told to
+_ROUTER_S = 15.0  # the router ends a while after the requests that it waits for
 _ROUTER = "router"
+_TRIES = 3  # deaths of a router or a worker before the cluster was ready at all, after which it is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Cluster:
         try:
             if file.pool is not None:
                 Path(file.pool.directory).expanduser().mkdir(parents=True, exist_ok=True)
-            self._routers = LocalLauncher(self._folder / "router", host=file.router.host, grace_s=grace_s)
+            self._routers = LocalLauncher(self._folder / "router", host=file.router.host, grace_s=grace_s + _ROUTER_S)
             self._launcher = launcher_of(self._folder, file.launcher, file.ray_address, grace_s=grace_s)
         except BaseException:
             self._lock.close()
@@ -92,6 +95,8 @@ class Cluster:
         command = [sys.executable, "-m", "headstart.cli", "route", "--host", file.router.host, "--port", str(file.router.port)]
         if file.pool is not None:
             command += ["--pool", str(Path(file.pool.directory).expanduser())]
+        if not self._routers.workers() and file.router.port:
+            _require_free(file.router.host, file.router.port)
         _reconcile(self._routers, [Spec(_ROUTER, (*command, *file.router.arguments))], keep=())
         wanted = file.specs()
         _reconcile(self._launcher, wanted, keep=wanted if file.planner is not None and file.planner.enabled else ())
@@ -121,10 +126,18 @@ class Cluster:
             self._looking.look(now_s=now_s, local=datetime.now())
 
     def run(self, stop: Event, *, on_ready: Callable[[str], None] = lambda url: None) -> None:
-        """Step until `stop` is set; `on_ready` is told the router's address once all that the file asks for are ready."""
+        """Step until `stop` is set; `on_ready` is told the router's address once all that the file asks for are ready.
+        Raises HeadstartError where router or a worker dies again and again before that."""
         told = False
+        died: dict[str, int] = {}
         while not stop.is_set():
             self.step()
+            for one in (*self.routers(), *self.workers()):
+                if one.restarts > died.get(one.name, 0):
+                    died[one.name] = one.restarts
+                    log.warning("%s ended and is started again (%s): %s", one.name, one.where, one.why or "it said nothing")
+                    if one.restarts >= _TRIES and not told:
+                        raise HeadstartError(f"{one.name} ends again and again; {one.where}: {one.why or 'it said nothing'}")
             if not told and self._router is not None and self._all_ready():
                 told = True
                 self._write(ready=True)
@@ -274,6 +287,20 @@ def _locked(folder: Path) -> IO[Any]:
             f"a cluster runs in {folder} already; end it with headstart down, or choose another directory"
         ) from None
     return lock
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise AddressInUse where the router could not listen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise AddressInUse(
+            f"the router cannot listen on port {port} of {host} ({error.strerror or error}); stop what listens there, or "
+            "choose another router.port (0 takes a free one)",
+            host=host,
+            port=port,
+        ) from error
 
 
 def _reconcile(launcher: Launcher, wanted: Sequence[Spec], *, keep: Sequence[Spec]) -> None:

@@ -1,8 +1,8 @@
 """What starts and ends workers: said in one form, done by local processes (`launching_local`) or by Ray (`launching_ray`).
 
 A worker is a command that serves HTTP. Where its words name `{host}`, `{port}` or `{folder}` (a folder of the worker's own)
-these are put in; without `{port}` the port is the system's choice, and the server says on a line of its log where it listens, as
-`headstart serve --port 0` does.
+these are put in; without `{port}` the port is the system's choice, and the server says on a line of its log where it listens,
+as `headstart serve --port 0` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Spec:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A worker that was started. `state`: starting until it is known where it listens, up, down until it is started again,
-    stopping; `restarts`: how often it was started anew; `where`: its process or machine and its log, for people."""
+    stopping; `restarts`: how often it was started anew; `where`: its process or machine and its log, for people; `why`: what one
+    that died had said last, where that is known."""
 
     name: str
     spec: Spec
@@ -39,6 +40,7 @@ class Launched:
     url: str | None
     restarts: int
     where: str
+    why: str = ""
 
 
 class Launcher(Protocol):

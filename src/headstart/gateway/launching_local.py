@@ -33,6 +33,7 @@ _LEAST_S, _MOST_S = 1.0, 60.0  # before one that died is started again
 _WELL_S = 60.0  # after which one that runs is no longer held to have died in a row
 _WRITTEN_S = 60.0  # in which a process has written down who it is; more than that it has not begun
 _LOG_BYTES = 64 << 10  # of its beginning, in which a server says where it listens
+_TAIL_BYTES = 2000
 _KEPT_BYTES = 64 << 20  # of a log, before it begins anew
 
 
@@ -50,6 +51,7 @@ class _Process:
     started: str | None = None
     alive: bool = True
     restarts: int = 0
+    why: str = ""
     stopping_s: float | None = None
 
 
@@ -99,7 +101,7 @@ class LocalLauncher:
 
     def workers(self) -> Sequence[Launched]:
         return [
-            Launched(name, one.spec, _state(one), one.url, one.restarts, f"process {one.pid}, log {one.log}")
+            Launched(name, one.spec, _state(one), one.url, one.restarts, f"process {one.pid}, log {one.log}", one.why)
             for name, one in sorted(self._processes.items())
         ]
 
@@ -180,7 +182,7 @@ class LocalLauncher:
         else:
             alive = now_s - process.began_s < _WRITTEN_S
         if not alive:
-            process.alive, process.url = False, None
+            process.alive, process.url, process.why = False, None, _last_line(process.log)
             self._kill_rest(process)
             process.tries.failed(now_s)
         elif process.url is None:
@@ -216,6 +218,14 @@ class LocalLauncher:
         if process.pid is not None and started_of(process.pid) is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError), log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+    return ""
 
 
 def _state(process: _Process) -> State:

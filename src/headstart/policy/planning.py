@@ -206,7 +206,8 @@ class Planner:
             groups[role] = group
             needs.append(self._need(role, group, sent, now_s))
         self._looked_s = now_s
-        return Plan(self._decide(needs, groups, least=least, most=most, now_s=now_s), needs)
+        spare = most - sum(1 for worker in workers if worker.state != "draining")  # who is down for good keeps a place
+        return Plan(self._decide(needs, groups, least=least, most=most, spare=spare, now_s=now_s), needs)
 
     # What is known
 
@@ -313,8 +314,9 @@ class Planner:
     # What to do
 
     def _decide(
-        self, needs: Sequence[Need], groups: Mapping[str, Sequence[Seen]], *, least: int, most: int, now_s: float
+        self, needs: Sequence[Need], groups: Mapping[str, Sequence[Seen]], *, least: int, most: int, spare: int, now_s: float
     ) -> list[Action]:
+        """Return what is to be done; no more than `spare` starts."""
         actions: list[Action] = []
         have = {need.role: need.ready + need.coming for need in needs}
         by_role = {need.role: need for need in needs}
@@ -327,13 +329,15 @@ class Planner:
                     have[giver.role] -= 1
                     why = f"{_why(need, self._targets)}; {giver.role} does with {have[giver.role]}"
                     actions.append(Action("move", need.role, giver.name, why))
-                elif sum(have.values()) < most:
+                elif spare > 0:
+                    spare -= 1
                     actions.append(Action("start", need.role, None, _why(need, self._targets)))
                 else:
                     break
                 have[need.role] += 1
         busiest = max(needs, key=lambda need: (need.strain or 0.0, need.role == "both"))
-        while sum(have.values()) < least:
+        while sum(have.values()) < least and spare > 0:
+            spare -= 1
             have[busiest.role] += 1
             actions.append(Action("start", busiest.role, None, f"at least {least} are wanted at this hour"))
         if not any(action.verb == "start" for action in actions):
