@@ -71,7 +71,6 @@ class Cluster:
     ) -> None:
         self._file = file
         self._folder = file.folder
-        self._api_key = api_key
         self._clock = clock
         self._lock = _locked(self._folder)
         try:
@@ -82,12 +81,12 @@ class Cluster:
         except BaseException:
             self._lock.close()
             raise
-        self._router: RouterClient | None = None
+        self._router = RouterClient("", api_key)  # its address is known once it listens
         self._given: set[str] = set()  # addresses of workers that the router was given by us
-        self._looking: Looking | None = None
+        self.metrics = CollectorRegistry()
+        self._looking = self._planner()
         self._looked_s = -float("inf")
         self._written: State | None = None
-        self.metrics = CollectorRegistry()
 
     def start(self) -> None:
         """Start what is not running yet; end what an earlier one left that is no longer wanted."""
@@ -95,9 +94,12 @@ class Cluster:
         command = [sys.executable, "-m", "headstart.cli", "route", "--host", file.router.host, "--port", str(file.router.port)]
         if file.pool is not None:
             command += ["--pool", str(Path(file.pool.directory).expanduser())]
-        if not self._routers.workers() and file.router.port:
-            _require_free(file.router.host, file.router.port)
-        _reconcile(self._routers, [Spec(_ROUTER, (*command, *file.router.arguments))], keep=())
+        router = Spec(_ROUTER, (*command, *file.router.arguments))
+        if [one.spec for one in self._routers.workers()] != [router]:
+            self._routers.close()  # another one would stand in the new one's way
+            if file.router.port:
+                _require_free(file.router.host, file.router.port)
+            self._routers.start(router)
         wanted = file.specs()
         _reconcile(self._launcher, wanted, keep=wanted if file.planner is not None and file.planner.enabled else ())
         self._write(ready=False)
@@ -107,14 +109,9 @@ class Cluster:
         self._routers.tend()
         self._launcher.tend()
         url = next((one.url for one in self._routers.workers() if one.state == "up"), None)
-        if self._router is not None and self._router.url != url:
-            self._router.close()
-            self._router = self._looking = None
+        self._router.url = url or ""
         if url is None:
             return
-        if self._router is None:
-            self._router = RouterClient(url, self._api_key)
-            self._looking = self._planner(self._router)
         try:
             self._give(self._router)
         except HeadstartError as error:
@@ -138,7 +135,7 @@ class Cluster:
                     log.warning("%s ended and is started again (%s): %s", one.name, one.where, one.why or "it said nothing")
                     if one.restarts >= _TRIES and not told:
                         raise HeadstartError(f"{one.name} ends again and again; {one.where}: {one.why or 'it said nothing'}")
-            if not told and self._router is not None and self._all_ready():
+            if not told and self._router.url and self._all_ready():
                 told = True
                 self._write(ready=True)
                 on_ready(self._router.url)
@@ -158,8 +155,7 @@ class Cluster:
             self._routers.close()
             self._launcher.close()
         finally:
-            if self._router is not None:
-                self._router.close()
+            self._router.close()
             (self._folder / "state.json").unlink(missing_ok=True)
             self._lock.close()
 
@@ -186,18 +182,16 @@ class Cluster:
             self._given.add(url)
 
     def _all_ready(self) -> bool:
-        assert self._router is not None
         with suppress(HeadstartError):
             return len([one for one in self._router.workers() if one["state"] == "ready"]) >= len(self._file.specs())
         return False
 
-    def _planner(self, router: RouterClient) -> Looking | None:
+    def _planner(self) -> Looking | None:
         planner = self._file.planner
         if planner is None or not planner.enabled:
             return None
-        self.metrics = CollectorRegistry()
         return Looking(
-            router,
+            self._router,
             Planner(planner.targets, planner.limits, planner.delays),
             launcher=self._launcher,
             spec_for=self._file.spec_for,
@@ -206,8 +200,8 @@ class Cluster:
         )
 
     def _write(self, *, ready: bool) -> None:
-        url = self._router.url if self._router is not None else ""
-        state = State(os.getpid(), started_of(os.getpid()) or "", self._file.launcher, self._file.ray_address, url, ready)
+        started = started_of(os.getpid()) or ""
+        state = State(os.getpid(), started, self._file.launcher, self._file.ray_address, router=self._router.url, ready=ready)
         if state != self._written:
             new = self._folder / "state.new"
             new.write_text(json.dumps(asdict(state)))

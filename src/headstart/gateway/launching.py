@@ -31,8 +31,8 @@ class Spec:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A worker that was started. `state`: starting until it is known where it listens, up, down until it is started again,
-    stopping; `restarts`: how often it was started anew; `where`: its process or machine and its log, for people; `why`: what one
-    that died had said last, where that is known."""
+    stopping; `restarts`: how often it was started anew; `where`: its process or machine and its log, for people; `why`: what
+    one that died had said last, where that is known."""
 
     name: str
     spec: Spec
