@@ -193,6 +193,14 @@ def test_a_fleet_that_nobody_asks_anything_shrinks_to_the_fewest() -> None:
     assert len(fleet.role) == 1
 
 
+def test_a_role_that_nobody_has_any_more_is_not_started_again() -> None:
+    planner = Planner(TARGETS, Limits(1, 8), DELAYS)
+    for now_s in range(0, 600, 10):
+        roles = ("prefill", "decode") if now_s < 300 else ("both", "both")
+        seen = [Seen(name, role, requests=now_s, running=2) for name, role in zip("ab", roles, strict=True)]
+        assert planner.plan(seen, now_s=now_s, local=NOON).actions == []
+
+
 @given(st.integers(0, 2**32))
 def test_whatever_is_seen_the_bounds_hold_and_a_role_keeps_one_that_is_ready(seed: int) -> None:
     random = Random(seed)

@@ -199,7 +199,7 @@ class Planner:
         sent = self._note(workers, now_s)
         least, most = self._limits.at(local)
         least = min(most, max(least, self._limits.at(local + timedelta(seconds=self._delays.start_s))[0]))
-        roles = sorted({worker.role for worker in workers if worker.state != "draining"} | set(self._roles)) or ["both"]
+        roles = sorted({worker.role for worker in workers if worker.state != "draining"} or self._roles) or ["both"]
         needs, groups = [], {}
         for role in roles:
             group = [worker for worker in workers if worker.role == role]
