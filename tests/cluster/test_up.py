@@ -24,7 +24,7 @@ from headstart.gateway.child import started_of
 pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 120.0
-SMALL = ["--kv-memory", "32MiB", "--memory", "8MiB", "--capacity", "64MiB", "--usage-keep", "0"]
+SMALL = ["--kv-memory", "32MiB", "--cache-memory", "8MiB", "--cache-capacity", "64MiB", "--usage-keep", "0"]
 
 
 @pytest.fixture(scope="module")
