@@ -178,6 +178,12 @@ def test_a_worker_that_is_down_for_a_moment_is_not_replaced() -> None:
         assert planner.plan(seen, now_s=now_s, local=NOON).actions == []
 
 
+def test_one_that_takes_long_to_start_is_waited_for() -> None:
+    planner = Planner(TARGETS, Limits(1, 8), Delays(start_s=1.0))
+    for now_s in range(0, 1200, 10):
+        assert planner.plan([Seen("a", state="starting")], now_s=now_s, local=NOON).actions == []
+
+
 def test_one_that_never_comes_back_is_replaced() -> None:
     planner = Planner(TARGETS, Limits(1, 8), DELAYS)
     actions: list[Action] = []

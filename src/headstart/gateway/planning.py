@@ -86,7 +86,8 @@ class Looking:
         for name, worker in launched.items():
             if name not in seen:
                 gone = worker.state == "stopping" or name in self._draining
-                seen[name] = Seen(name, worker.spec.role, state="draining" if gone else "starting")
+                down = "down" if worker.state == "down" else "starting"
+                seen[name] = Seen(name, worker.spec.role, state="draining" if gone else down)
         return list(seen.values())
 
     def _act(self, action: Action, at: Mapping[str, Mapping[str, Any]], launched: Mapping[str, Launched]) -> None:

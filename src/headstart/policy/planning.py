@@ -36,7 +36,7 @@ _IDLE = 0.7  # requests at a worker at once: with fewer it could do as many more
 _LEAST_INSIDE = 0.05
 _SPARE = 0.9  # of `able`: what those that stay after a drain must be able to do it with
 _COLD = 0.6  # of a warm worker: what a new one does, whose cache is empty
-_BACK = 3.0  # times a start: after which one that starts or is down is counted on no longer
+_BACK = 3.0  # times a start: after which one that is down is counted on no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Planner:
         self._roles: dict[str, _Role] = {}
         self._requests: dict[str, int] = {}
         self._ready_s: dict[str, float] = {}  # since when; those of the first look count as warm
-        self._away_s: dict[str, float] = {}  # since when a worker is starting or down
+        self._down_s: dict[str, float] = {}  # since when
         self._looked_s: float | None = None
 
     def plan(self, workers: Sequence[Seen], *, now_s: float, local: datetime) -> Plan:
@@ -221,12 +221,13 @@ class Planner:
             if worker.state == "ready":
                 self._ready_s.setdefault(worker.name, -math.inf if first else now_s)
             if worker.state in ("starting", "down"):
-                self._ready_s.pop(worker.name, None)
-                self._away_s.setdefault(worker.name, now_s)
-            else:
-                self._away_s.pop(worker.name, None)
+                self._ready_s.pop(worker.name, None)  # its cache will be cold
+            if worker.state == "down":
+                self._down_s.setdefault(worker.name, now_s)
+            elif worker.state == "ready":
+                self._down_s.pop(worker.name, None)
         self._requests = {worker.name: worker.requests for worker in workers}
-        for known in (self._ready_s, self._away_s):
+        for known in (self._ready_s, self._down_s):
             for name in known.keys() - self._requests.keys():
                 del known[name]
         return sent
@@ -289,7 +290,10 @@ class Planner:
             state.enough = max(state.enough, enough)
 
     def _is_coming(self, worker: Seen, now_s: float) -> bool:
-        return worker.state in ("starting", "down") and now_s - self._away_s[worker.name] < _BACK * self._delays.start_s
+        """Say whether the worker will soon be there: it starts, however long that takes, or has been down for a moment."""
+        if worker.state == "down":
+            return now_s - self._down_s[worker.name] < _BACK * self._delays.start_s
+        return worker.state == "starting"
 
     def _share(self, ready: Sequence[Seen], now_s: float) -> float:
         """Return for how many warm workers these count."""
@@ -375,7 +379,7 @@ class Planner:
                     break
                 gone.add(worker.name)
                 have[role] -= 1
-                why = f"{state.enough} would have done for {(now_s - state.more_since_s) / 60:.0f} minutes"
+                why = f"{state.enough} would have done for {_span(now_s - state.more_since_s)}"
                 actions.append(Action("drain", role, worker.name, f"{why}; {need.expected_per_s:.3g} requests/s are expected"))
             state.more_since_s = None
         return actions
@@ -415,6 +419,10 @@ def _why(need: Need, targets: Targets) -> str:
     if need.able is None or need.ready + need.coming == 0:
         return "none is ready"
     return f"{need.expected_per_s:.3g} requests/s are expected, {need.able:.3g}/s is what a worker does within the targets"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _rates(counts: Sequence[tuple[float, float]], *, ahead_s: float) -> tuple[float, float]:
