@@ -61,7 +61,8 @@ def test_everything_that_it_may_say_is_read(tmp_path: Path) -> None:
     cluster = read_cluster(written(tmp_path, WHOLE))
     prefill, _, decode = cluster.specs()
     assert prefill.command[3:] == (
-        *("serve", "smollm2-135m", "--host", "{host}", "--port", "0", "--pool", "/mnt/pool", "--pool-capacity", "1TiB"),
+        *("serve", "smollm2-135m", "--host", "{host}", "--port", "0", "--usage-keep", "0"),
+        *("--pool", "/mnt/pool", "--pool-capacity", "1TiB"),
         *("--role", "prefill", "--handoff-listen", "ipc://{folder}/handoff.sock"),
         *("--kv-memory", "2GiB"),
     )

@@ -33,8 +33,8 @@ class Router(RouterClient):
             raise NoServer("no router answers")
         return self.told
 
-    def set_role(self, id: str, role: str, *, url: str) -> None:
-        self.calls.append(("role", id, role, url))
+    def set_role(self, id: str, role: str) -> None:
+        self.calls.append(("role", id, role))
 
     def drain(self, id: str) -> None:
         self.calls.append(("drain", id))
@@ -126,7 +126,7 @@ def test_a_role_is_changed_at_the_router(parts: Any) -> None:
     router, workers, says, metrics = parts
     says.actions = [Action("move", "prefill", "a", "why")]
     look(Looking(router, says, launcher=workers, metrics=metrics))
-    assert router.calls == [("role", "id-a", "prefill", "http://a")]
+    assert router.calls == [("role", "id-a", "prefill")]
 
 
 def test_a_dry_run_says_everything_once_and_does_nothing(parts: Any, caplog: pytest.LogCaptureFixture) -> None:

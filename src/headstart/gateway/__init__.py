@@ -10,5 +10,9 @@
     answers     what an answer says of itself as it passes: usage, first token, how it ended
     decisions   which worker and why, for whoever asks later
 
+    cluster     all of it from one file: router and workers kept running, the planner, the end
+    launching   what starts and ends workers: local processes, Ray
+    planning    the planner at work, through the router and a launcher
+
 Nothing here has to survive a restart. What is decided is decided by `policy.routing`.
 """

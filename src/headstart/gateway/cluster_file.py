@@ -130,6 +130,7 @@ class ClusterFile:
             command = tuple(word.replace("{model}", self.model) for word in table.command)
         else:
             command = (sys.executable, "-m", "headstart.cli", "serve", self.model, "--host", "{host}", "--port", "0")
+            command += ("--usage-keep", "0")  # the router keeps the usage log
             if self.pool is not None:
                 command += ("--pool", str(Path(self.pool.directory).expanduser()))
                 command += ("--pool-capacity", self.pool.capacity) if self.pool.capacity else ()

@@ -107,7 +107,7 @@ class Looking:
                 assert self._spec_for is not None
                 self._launcher.start(self._spec_for(action.role))
             elif action.worker is not None and action.verb == "move":
-                self._router.set_role(str(at[action.worker]["id"]), action.role, url=str(at[action.worker]["url"]))
+                self._router.set_role(str(at[action.worker]["id"]), action.role)
             elif action.worker is not None:
                 self._router.drain(str(at[action.worker]["id"]))
                 if action.worker in launched:

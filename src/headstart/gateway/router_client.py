@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -42,11 +41,7 @@ class RouterClient:
     def add(self, url: str, role: str) -> None:
         self._ask("POST", "", {"url": url, "role": role})
 
-    def set_role(self, id: str, role: str, *, url: str) -> None:
-        """Have a worker be used in another role from the next request on. The worker itself, which listens at `url`, is told
-        first where it is one of ours: others have no role of their own."""
-        with suppress(httpx.HTTPError):
-            self._client.request("PATCH", f"{url}/v1/headstart/role", json={"role": role})
+    def set_role(self, id: str, role: str) -> None:
         self._ask("PATCH", f"/{quote(id, safe='')}", {"role": role})
 
     def drain(self, id: str) -> None:
