@@ -17,6 +17,7 @@ from headstart.transfer.wire.session import Session
 from headstart.transfer.wire.window import Window
 
 WINDOW_BYTES = 64 << 20  # of shared memory, for each prompt on its way
+_AGAIN = 4  # times as many bytes as a prompt has may come: a pass that is given up is sent once more
 
 
 class Receiving:
@@ -44,6 +45,9 @@ class Receiving:
         self._sealing = Sealing(session.key, self._representation.digest, keyed=session.keyed)
         self._window: Window | None = None
         self._scratch = bytearray()
+        self._bytes = 0
+        self._piece_bytes = sum(filter(None, self._representation.layer_bytes))
+        self._most_bytes = _AGAIN * self._piece_bytes * arrival.pieces
 
     def run(self, root: bytes, request: bytes) -> None:
         """Ask, and take all that comes. Raises WireError (reason "refused_…" where the other side does not want to): what has
@@ -74,26 +78,29 @@ class Receiving:
     def _take(self, message: object) -> None:
         if isinstance(message, Pieces):
             self._pieces(message)
+            self._got_further_s = time.monotonic()
         elif isinstance(message, Told):
             self._on_result(result(message.result, vocabulary=self._vocabulary))
         elif not isinstance(message, Beat):
             raise WireError(f"{type(message).__name__} was not expected", reason="garbage")
-        elif time.monotonic() - self._got_further_s > self._patience_s:
+        if time.monotonic() - self._got_further_s > self._patience_s:
             raise WireError(f"the other worker has got no further for {self._patience_s:g} s", reason="stalled")
-        else:
-            return
-        self._got_further_s = time.monotonic()
 
     def _pieces(self, message: Pieces) -> None:
+        if message.count > max(1, MOST_RUN_BYTES // self._piece_bytes):
+            raise WireError(f"a run of {message.count} pieces was announced, which is too long", reason="garbage")
         try:
             place = self._arrival.place(message.layer, message.first, message.count)
         except ValueError as error:
             raise WireError(str(error), reason="garbage") from error
         begun_s = time.monotonic()
         nbytes = self._arrival.nbytes(message.layer, message.count)
+        self._bytes += nbytes
+        if self._bytes > self._most_bytes:
+            raise WireError("the other worker sends the same again and again", reason="garbage")
         wanted = place is not None
         if place is None:
-            place = self._room(nbytes, message.count)
+            place = self._room(nbytes)
         if message.at is None:
             self._session.receive_bytes(place)
         else:
@@ -113,10 +120,8 @@ class Receiving:
         np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(window.view, np.uint8, place.nbytes, at))
         self._session.send(Taken(1))
 
-    def _room(self, nbytes: int, pieces: int) -> memoryview:
+    def _room(self, nbytes: int) -> memoryview:
         """Return memory for bytes that are read only to get to what is behind them."""
-        if nbytes > max(MOST_RUN_BYTES, nbytes // pieces):
-            raise WireError(f"a run of {nbytes} bytes was not expected", reason="garbage")
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
         return memoryview(self._scratch)[:nbytes]

@@ -70,9 +70,7 @@ def connect(address: str, *, timeout_s: float) -> socket.socket:
                 connected.close()
                 raise
             return connected
-        connected = socket.create_connection((host, port), timeout_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connected
+        return socket.create_connection((host, port), timeout_s)
     except (OSError, ConfigError) as error:
         raise WireError(f"no worker answers at {address[:128]}: {error}", reason="unreachable") from error
 

@@ -46,6 +46,8 @@ class Session:
         self._timeout_s = timeout_s
         self._sent = self._received = 0
         self._listening = listening
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         key = hashlib.sha256(secret).digest()
         deadline = time.monotonic() + timeout_s
         nonce = os.urandom(_NONCE_BYTES)
