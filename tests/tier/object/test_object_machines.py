@@ -197,6 +197,31 @@ def test_a_writer_whose_journal_was_taken_in_goes_on_as_another_one(machine: Mak
     assert a.found([1, 2]) == {1, 2}
 
 
+def test_runs_that_continue_each_other_become_one_object_before_they_go_there(machine: Make, store: Any) -> None:
+    a, b = machine(), machine()
+    long, other = pool_kit.prompt(6, seed=1), pool_kit.prompt(2, seed=2)
+    tails = [long.image(first, 1) for first in (5, 2, 4, 3)]  # in any order
+    images = [long.image(0, 2), other.image(), *tails]
+    written = a.tier.write_all(images, TINY, terms=[Terms()] * len(images))
+    assert [outcome.reason for outcome in written] == ["written"] * len(images)
+    assert len(keys_of(store, "segments")) == 2
+    assert a.counter("joined_extents") == 5
+    b.wait(1)
+    assert b.found([1], 6) == {1}
+    assert b.found([2], 2) == {2}
+    again = a.tier.write_all(images, TINY, terms=[Terms()] * len(images))
+    assert {outcome.reason for outcome in again} == {"present"}
+
+
+def test_of_runs_that_do_not_all_fit_those_before_the_first_refused_one_are_told(machine: Make) -> None:
+    a = machine(capacity_bytes=1 << 20)
+    prompts = [pool_kit.prompt(4, seed=seed) for seed in range(30)]
+    images = [kv.image() for kv in prompts]
+    told = a.tier.write_all(images, TINY, terms=[Terms()] * len(images))
+    assert 0 < len(told) < len(images)
+    assert [outcome.stored for outcome in told] == [True] * (len(told) - 1) + [False]
+
+
 def test_the_index_is_rebuilt_from_the_objects_where_journals_are_gone(machine: Make, store: Any) -> None:
     a = machine()
     for seed in range(3):

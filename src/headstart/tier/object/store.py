@@ -16,7 +16,7 @@ from pathlib import Path
 from headstart.block.representation import Representation
 from headstart.block.whole import examine
 from headstart.errors import ExtentCorrupt
-from headstart.tier.base import Terms, WriteOutcome
+from headstart.tier.base import Terms
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Disk
 from headstart.tier.disk.files import SegmentFiles
@@ -67,17 +67,6 @@ class ObjectStore(PoolStore):
     def append(self, records: Sequence[Record]) -> None:
         super().append(records)
         self._appends += bool(records)
-
-    def add_all(
-        self, some: Sequence[tuple[memoryview, ExtentAdded, Sequence[bytes]]], representation: Representation, attempt: Attempt
-    ) -> list[WriteOutcome]:
-        """As the pool's; each is an object of its own all the same."""
-        outcomes: list[WriteOutcome] = []
-        for image, added, keys in some:
-            outcomes.append(self.add(image, representation, added, keys, attempt))
-            if not outcomes[-1].stored:
-                break
-        return outcomes
 
     def write_extent(
         self,

@@ -8,19 +8,24 @@ object, or for all of it where that takes no longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
+from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
 from headstart.errors import TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
+from headstart.tier.base import Terms as SaveTerms
+from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.directory import OBJECTS, Directory
 from headstart.tier.disk.new_record import UNPLACED
 from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
 from headstart.tier.object.bucket import Bucket
 from headstart.tier.object.collecting import Appointed, ObjectCollector
+from headstart.tier.object.joining import firmest, groups_of, joined
 from headstart.tier.object.object_disk import ObjectDisk
 from headstart.tier.object.store import ObjectStore
 from headstart.tier.pool.terms import Election, Terms
@@ -96,6 +101,28 @@ class ObjectTier(PoolTier):
             most = max(most, _LARGEST_STATE_BYTES)
         most = min(most, self._store.capacity_bytes // _MOST_SHARE) // ALIGNMENT * ALIGNMENT
         return most - SegmentHeader(UNPLACED.segment, 0, 0, representation.encode(), representation.digest).header_bytes
+
+    def write_all(
+        self, images: Sequence[memoryview], representation: Representation, *, terms: Sequence[SaveTerms]
+    ) -> list[WriteOutcome]:
+        """As `write` for several, those that continue each other as one object. Where one is not stored, none behind it is told
+        of."""
+        headers = [decode_header(image, representation) for image in images]
+        outcomes: list[WriteOutcome | None] = [None] * len(images)
+        for group in groups_of(images, headers, terms, most_bytes=self.max_extent_bytes(representation)):
+            image = images[group[0]]
+            if len(group) > 1:
+                image = joined([images[i] for i in group], [headers[i] for i in group], representation)
+            outcome = self.write(image, representation, terms=firmest([terms[i] for i in group]))
+            for number in group:
+                outcomes[number] = outcome
+            if not outcome.stored:
+                break
+            if len(group) > 1 and outcome.reason == "written":
+                self._counters.add("joined_extents", len(group))
+                self._counters.add("joined_bytes", image.nbytes)
+        told = list(takewhile(lambda one: one is not None and one.stored, outcomes))
+        return [one for one in outcomes[: len(told) + 1] if one is not None]
 
     def close(self) -> None:
         super().close()
