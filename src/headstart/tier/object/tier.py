@@ -46,6 +46,7 @@ class ObjectTier(PoolTier):
     name = "object"
     request_bytes = 4 << 20  # at some 20 ms to the first byte and 100 MB/s a connection, two thirds of the time brings bytes
     _called, _medium = "object store", "service"
+    _opens_within = 2  # every extent is a segment, with records of its own
     _to_make, _to_mend = "make the bucket", "look after its endpoint and the network"
     _bucket: Bucket
 

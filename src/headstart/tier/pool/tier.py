@@ -71,6 +71,7 @@ class PoolTier:
     in_memory = False
     # What it is called, and what to do where it is not there or silent: told in messages.
     _called, _medium = "pool", "file system"
+    _opens_within = 1  # times what an answer takes
     _to_make, _to_mend = "mount its file system, or make the directory", "look after its mount"
 
     def __init__(self, store: PoolStore, terms: Election, collector: Collector) -> None:
@@ -128,7 +129,7 @@ class PoolTier:
     def _begin(self, *, background: bool) -> None:
         """Take part, with threads if so wished. Raises TierUnavailable, FormatMismatch."""
         try:
-            self._ask(self._open, patience_s=self._store.timing.answer_s, late="open_timed_out")
+            self._ask(self._open, patience_s=self._opens_within * self._store.timing.answer_s, late="open_timed_out")
         except OSError as error:
             self._end_threads(0.0)
             raise self._unavailable(error) from error
