@@ -40,7 +40,7 @@ class Bucket:
         self.where = where
         self._objects = objects
         self.counters = counters
-        self._readers: ThreadPoolExecutor | None = None
+        self._readers = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="object-journals")
 
     @classmethod
     def open(cls, url: str, *, counters: Counters, answer_s: float) -> Bucket:
@@ -87,8 +87,6 @@ class Bucket:
         """Return whole small objects, several at once."""
         if len(keys) < 2:
             return list(map(self.get, keys))
-        if self._readers is None:
-            self._readers = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="object-journals")
         return list(self._readers.map(self.get, keys))
 
     def read(self, key: str, buffers: Sequence[memoryview], offset: int) -> int:
@@ -148,8 +146,7 @@ class Bucket:
                 self._failed(some[0], error)
 
     def close(self) -> None:
-        if self._readers is not None:
-            self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _delete_each(self, keys: Sequence[str]) -> None:
         """Some services refuse a batch for one object that is gone already."""

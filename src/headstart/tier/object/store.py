@@ -44,7 +44,9 @@ class ObjectStore(PoolStore):
 
     tier = "object"
     empties = False
+    late = False  # objects are put whole
     _appends = 0  # objects of the own journal
+    _doubtful = False  # a generation of it may yet be put
 
     @property
     def objects(self) -> ObjectDisk:
@@ -61,7 +63,12 @@ class ObjectStore(PoolStore):
         self._appends = 1
 
     def renew(self) -> None:
-        super().renew()
+        """As the pool's. Raises OSError; then the next generation may still be put, and who goes on takes another name."""
+        try:
+            super().renew()
+        except OSError:
+            self._doubtful = True
+            raise
         self._appends = 1
 
     def append(self, records: Sequence[Record]) -> None:
@@ -136,6 +143,14 @@ class ObjectStore(PoolStore):
         self.append(records)
         with self.lock:
             self.books.apply(records, own=True)
+
+    def _require_registered(self) -> None:
+        if not self._doubtful:
+            super()._require_registered()
+            return
+        self.register()
+        self._doubtful = False
+        self.counters.add("registered_again")
 
     def _has_grown(self) -> bool:
         return self._appends >= MOST_APPENDS or super()._has_grown()

@@ -107,8 +107,8 @@ class PoolReading:
             require_same(examine(image, Representation.decode(encoded)), info)
         except ExtentCorrupt:
             return False
-        except StoreError:
-            return None
+        except StoreError as error:
+            return None if self._store.late or error.facts.get("reason") != "short-read" else False
         return True
 
     def _lease(self, extent: ExtentId, deadline: float) -> bool:
@@ -157,6 +157,8 @@ class PoolReading:
             try:
                 got = self._read_held(held, read)
             except StoreError as again:
+                if not self._store.late and again.facts.get("reason") == "short-read":
+                    raise ExtentCorrupt("the extent has been cut", reason="truncated", extent=read.extent) from again
                 raise self._late(read.extent, again) from again
         self._require_time(held, read.extent)
         return got

@@ -70,10 +70,11 @@ class Attempt:
 class PoolStore:
     """`lock` guards `books` and is never held across I/O; what changes something takes a turn. `followed_at`: up to then all
     journals were read, by `clock`. `tier`: the name of what it is the store of. `empties`: segments hold several extents, so
-    what is worth keeping in one that goes is written anew."""
+    what is worth keeping in one that goes is written anew. `late`: lengths and bytes may be seen later than their record."""
 
     tier = "pool"
     empties = True
+    late = True
 
     def __init__(
         self,
