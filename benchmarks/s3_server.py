@@ -82,7 +82,14 @@ def server() -> Iterator[S3Server]:
         names += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
         command = [str(program), "server", f"-dir={folder}", "-s3", f"-s3.config={folder / 's3.json'}", "-ip=127.0.0.1"]
         command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
-        command += ["-ip.bind=127.0.0.1", "-master.volumeSizeLimitMB=64", "-volume.max=200", "-master.telemetry=false"]
+        command += [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-ip.bind=127.0.0.1",
+            "-master.volumeSizeLimitMB=64",
+            "-volume.max=200",
+            "-master.telemetry=false",
+        ]
         with (folder / "server.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
         stack.callback(_end, process)
