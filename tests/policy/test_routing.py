@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.policy.routing.estimate import Estimate, Speeds, View, cheapest, estimate
+from headstart.policy.routing.estimate import Speeds, View, estimate
 from headstart.policy.routing.holders import DISK, MEMORY, POOL, Holders, Keys, keys_of
+from headstart.policy.routing.many import Estimates, costs_of, estimates
 from headstart.policy.routing.router import Routing
 from headstart.policy.routing.spread import Spread
 from headstart.policy.speed import Speed
@@ -109,10 +110,59 @@ def test_reading_goes_on_while_others_are_computed() -> None:
     assert found.first_token_s == pytest.approx(5.0 + found.compute_s)
 
 
+SLOW = Speeds(prefill=Speed((2e-3, 0.0)), step=Speed((1e-2, 0.0, 0.0)), disk=Speed((5e-3, 1.0)), chunk_tokens=512)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([SPEEDS, SLOW]),
+            st.lists(st.integers(0, 6000), min_size=3, max_size=3),
+            st.floats(0, 10),
+            st.integers(0, 20),
+            st.none() | st.integers(0, 20_000),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 6000),
+    st.floats(0, 20),
+)
+def test_all_workers_at_once_are_estimated_as_each_alone_is(
+    workers: list[tuple[object, ...]], tokens: int, rate: float
+) -> None:
+    views = []
+    for number, (speeds, held, queued_s, running, room) in enumerate(workers):
+        assert isinstance(held, list)
+        memory, disk, pool = sorted(held)
+        more = {"memory": memory, "disk": disk, "pool": pool, "queued_s": queued_s, "running": running, "room": room}
+        views.append(View(number, speeds, context=running * 700, **more))  # type: ignore[arg-type, operator]
+    infinite = [float("inf") if view.room is None else view.room for view in views]
+    found = estimates(
+        [view.worker for view in views],
+        np.array([costs_of(view.speeds) for view in views]),
+        np.array([(view.queued_s, view.running, view.context, room) for view, room in zip(views, infinite, strict=True)]),
+        np.array([[view.memory for view in views], [view.disk for view in views], [view.pool for view in views]], np.float64),
+        tokens=tokens,
+        answer=150,
+        rate=rate,
+    )
+    for at, view in enumerate(views):
+        pressure = rate * (view.queued_s + view.speeds.prefill_s(min(view.pool, tokens), tokens))
+        alone = estimate(view, tokens=tokens, answer=150, pressure=pressure)
+        row = found.row(at)
+        assert row.cost == pytest.approx(alone.cost)
+        assert row.wait_s == pytest.approx(alone.wait_s)
+        if row.reused == alone.reused:  # else both are as good
+            assert (row.compute_s, row.work_s) == pytest.approx((alone.compute_s, alone.work_s))
+
+
 def test_ties_are_broken_at_random_and_nothing_else_is() -> None:
-    alike = [Estimate(worker, 0, 0.0, 0.0, 1.0, 1.0, 1.0 + worker * 1e-4) for worker in range(3)]
-    worse = Estimate(3, 0, 0.0, 0.0, 2.0, 1.0, 2.0)
-    chosen = [cheapest([*alike, worse], Random(seed)).worker for seed in range(200)]
+    nothing, compute_s = np.zeros(4), np.array([1.0, 1.0, 1.0, 2.0])
+    cost = np.array([1.0, 1.0001, 1.0002, 2.0])
+    found = Estimates(range(4), nothing, nothing, nothing, compute_s, compute_s, cost)
+    chosen = [found.cheapest(range(4), Random(seed)) for seed in range(200)]
+    assert found.cheapest([3], Random(0)) == 3
     assert {one: chosen.count(one) > 30 for one in range(3)} == {0: True, 1: True, 2: True}
     assert 3 not in chosen
 

@@ -1,4 +1,4 @@
-"""What a request would take on each worker and do to the others there, and which worker is the cheapest. Pure.
+"""What a request would take on a worker and do to the others there. Pure.
 
     first token = max(what is queued before it, what is read meanwhile) + what is computed
     cost        = first token + seconds of work × how many others would wait for one
@@ -10,14 +10,12 @@ a worker with a long queue is worth less than computing anew on an idle one, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
 from headstart.policy.speed import Speed
 
-_TIE = 0.02  # of the first token's seconds: what no estimate can tell apart
-_TIE_S = 0.002
+TIE = 0.02  # of the first token's seconds: what no estimate can tell apart
+TIE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +100,6 @@ def estimate(view: View, *, tokens: int, answer: int, pressure: float) -> Estima
     return Estimate(view.worker, reused, read_s, wait_s, compute_s, work_s, cost)
 
 
-def cheapest(estimates: Sequence[Estimate], random: Random) -> Estimate:
-    """Return the one that costs least; of those that cannot be told apart any."""
-    least = min(estimates, key=lambda one: one.cost)
-    slack = max(_TIE_S, _TIE * least.first_token_s)
-    return random.choice([one for one in estimates if one.cost <= least.cost + slack])
-
-
 def _reusable(view: View, most: int) -> list[tuple[int, float]]:
     """Return how much of the prompt it could take over, and how long reading that takes: the worker itself chooses, too."""
     memory = min(view.memory, most)
@@ -127,7 +118,7 @@ def _until_room(view: View, missing: int, step_s: float) -> float:
     if not view.running:
         return 0.0
     own = max(1.0, view.context / view.running)
-    return step_s * _STEPS_LEFT * min(1.0, missing / own / view.running)
+    return step_s * STEPS_LEFT * min(1.0, missing / own / view.running)
 
 
-_STEPS_LEFT = 200  # of an answer that is half done, where nothing more is known
+STEPS_LEFT = 200  # of an answer that is half done, where nothing more is known

@@ -21,6 +21,8 @@ Keys = npt.NDArray[np.uint64]
 MEMORY, DISK, POOL = 0, 1, 2  # a worker's fast memory, a disk that it alone has, what every worker can read
 _PLANES = 3
 _BITS = 64
+_ONE_BY_ONE = 12  # keys; fewer are looked for faster without arrays
+_LOOKED_UP = 32  # keys of a prompt at first
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ ÷ golden ratio: neighbouring keys come to lie far apart
 
 
@@ -47,15 +49,23 @@ class _Table:
     def find(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return each key's row, or the free row where it would be, as ~row."""
         rows = ((keys * _SPREAD) >> self._shift).astype(np.int64)
-        found = np.empty(len(keys), np.int64)
-        open_ = np.arange(len(keys))
-        while len(open_):
-            there = self.keys[rows[open_]]
-            same, free = there == keys[open_], there == 0
-            found[open_[same]] = rows[open_[same]]
-            found[open_[free]] = ~rows[open_[free]]
-            open_ = open_[~(same | free)]
-            rows[open_] = (rows[open_] + 1) & self._last
+        there = self.keys[rows]
+        free = there == 0
+        found = np.where(free, ~rows, rows)
+        open_ = np.flatnonzero(~free & (there != keys))
+        while len(open_) > _ONE_BY_ONE:
+            rows = (found[open_] + 1) & self._last
+            there = self.keys[rows]
+            free = there == 0
+            found[open_] = np.where(free, ~rows, rows)
+            open_ = open_[~free & (there != keys[open_])]
+        for at in open_.tolist():
+            row, key = int(found[at]), keys[at]
+            while True:
+                row = (row + 1) & self._last
+                if (one := self.keys[row]) == key or not one:
+                    break
+            found[at] = row if one else ~row
         return found
 
     def add(self, keys: Keys) -> npt.NDArray[np.int64]:
@@ -116,29 +126,42 @@ class Holders:
 
     def runs(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return how many blocks from the first on each worker has: [in memory | or on its disk | or in the pool, worker]."""
-        if not len(keys):
-            return np.zeros((_PLANES, self._workers), np.int64)
         masks = self._masks(_no_zeros(keys))
+        if not masks.shape[1]:
+            return np.zeros((_PLANES, self._workers), np.int64)
         masks = np.bitwise_or.accumulate(masks, axis=0)
         np.bitwise_and.accumulate(masks, axis=1, out=masks)
-        bits = np.unpackbits(masks.view(np.uint8).reshape(_PLANES, len(keys), -1), axis=2, bitorder="little")
-        runs: npt.NDArray[np.int64] = bits[:, :, : self._workers].sum(axis=1, dtype=np.int64)
+        # Of most keys the same workers have them as have the one before: bits are counted where that changes.
+        begins = np.flatnonzero(np.concatenate(([True], (masks[:, 1:] != masks[:, :-1]).any(axis=(0, 2)))))
+        lengths = np.diff(begins, append=masks.shape[1])
+        few = np.ascontiguousarray(masks[:, begins])
+        bits = np.unpackbits(few.view(np.uint8).reshape(_PLANES, len(begins), -1), axis=2, bitorder="little")
+        runs: npt.NDArray[np.int64] = np.tensordot(bits[:, :, : self._workers], lengths, axes=([1], [0]))
         return runs
 
     def _masks(self, keys: Keys) -> npt.NDArray[np.uint64]:
-        """Return the bits of each key [plane, key, word] up to the first that nobody has, moving what lies in the old table."""
-        rows = self._young.find(keys)
-        missing = np.flatnonzero(rows < 0)
-        if len(missing) and self._old.count:
-            old = self._old.find(keys[missing])
-            known = keys[missing[old >= 0]]
-            if len(known):
-                self._fresh(np.unique(known)[: self._rows])
-                rows = self._young.find(keys)
-        masks = np.zeros((_PLANES, len(keys), self._words), np.uint64)
-        there = rows >= 0
-        masks[:, there] = self._young.masks[:, rows[there]]
-        return masks
+        """Return the bits of each key [plane, key, word] up to the first that is not known, moving what lies in the old table.
+
+        Looked up are some, then more: of most prompts nobody has all."""
+        found: list[npt.NDArray[np.uint64]] = []
+        at, size = 0, _LOOKED_UP
+        while at < len(keys):
+            some = keys[at : at + size]
+            rows = self._young.find(some)
+            missing = np.flatnonzero(rows < 0)
+            if len(missing) and self._old.count:
+                old = self._old.find(some[missing])
+                known = some[missing[old >= 0]]
+                if len(known):
+                    self._fresh(np.unique(known)[: self._rows])
+                    rows = self._young.find(some)
+                    missing = np.flatnonzero(rows < 0)
+            end = int(missing[0]) if len(missing) else len(some)
+            found.append(self._young.masks[:, rows[:end]])
+            if end < len(some):
+                break
+            at, size = at + size, 4 * size
+        return np.concatenate(found, axis=1) if found else np.zeros((_PLANES, 0, self._words), np.uint64)
 
     def _fresh(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return the rows of these keys in the young table, with the bits that the old one has of them."""

@@ -9,12 +9,16 @@ Nothing here has to survive a restart: who holds what comes from KV events, or f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from headstart.policy.routing.estimate import Estimate, Speeds, View, cheapest, estimate
+import numpy as np
+import numpy.typing as npt
+
+from headstart.policy.routing.estimate import Estimate, Speeds, View, estimate
 from headstart.policy.routing.holders import DISK, MEMORY, POOL, Holders, Keys
+from headstart.policy.routing.many import COSTS, costs_of, estimates
 from headstart.policy.routing.spread import Spread
 
 _SHORT = 64  # requests whose arrivals tell how many come in a second
@@ -56,16 +60,31 @@ class _Worker:
     def requests(self) -> int:
         return len(self.waiting) + self.running
 
+    @property
+    def room(self) -> int | None:
+        return None if self.kv_tokens is None else self.kv_tokens - self.held - self.others_held
+
+    def state(self, now_s: float) -> tuple[float, int, int, float]:
+        """Return the row that `estimates` takes."""
+        running = self.running + (0 if self.others_tokens else self.others)
+        room = self.room
+        return self.queued_s(now_s), running, self.context + self.others_held, float("inf") if room is None else room
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes and why: `estimates` of all that it could have gone to, the chosen one's first. `key`: where the
-    part of the prompt ends that somebody has."""
+    """Where a request goes and why. `key`: where the part of the prompt ends that somebody has. `others`: makes `estimates`,
+    which few ask for."""
 
     worker: str
     estimate: Estimate
-    estimates: Mapping[str, Estimate]
     key: int | None
+    others: Callable[[], Mapping[str, Estimate]]
+
+    @property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """Return those of all that it could have gone to, the chosen one's first, then by cost."""
+        return self.others()
 
 
 class Routing:
@@ -90,6 +109,7 @@ class Routing:
         self._spread = Spread()
         self._workers: dict[str, _Worker] = {}
         self._free = list(reversed(range(workers)))
+        self._costs = np.ones((workers, COSTS))
         self._sent: dict[str, _Sent] = {}
         self._arrivals: deque[float] = deque(maxlen=_SHORT)
         self._answer = 200.0  # tokens, usual; learned
@@ -103,7 +123,8 @@ class Routing:
             self.down(name)
         if not self._free:
             raise ValueError(f"worker {name!r} is one too many: {len(self._workers)} are routed to already")
-        self._workers[name] = _Worker(self._free.pop(), speeds, kv_tokens, events)
+        worker = self._workers[name] = _Worker(self._free.pop(), speeds, kv_tokens, events)
+        self._costs[worker.number] = costs_of(speeds)
 
     def down(self, name: str) -> list[str]:
         """A worker is gone. Return its requests that had no token yet; they may be sent elsewhere."""
@@ -122,7 +143,9 @@ class Routing:
     def measured(self, name: str, speeds: Speeds) -> None:
         """The worker's speeds are known better now."""
         if name in self._workers:
-            self._workers[name].speeds = speeds
+            worker = self._workers[name]
+            worker.speeds = speeds
+            self._costs[worker.number] = costs_of(speeds)
 
     def requests(self, name: str) -> int:
         """Return how many requests that were sent there have not ended."""
@@ -165,34 +188,45 @@ class Routing:
 
         Changes nothing but what is known of arrivals; `sent` says that it went there."""
         self._arrivals.append(now_s)
-        views, key = self.views(keys, now_s=now_s, among=among)
-        if not views:
+        able = self._able(among)
+        if not able:
             return None
-        allowed = set(self._spread.among(key, [view.worker for view in views.values()]))
-        rate = self._rate(now_s) / len(views)
-        estimates = {
-            name: estimate(view, tokens=tokens, answer=int(self._answer), pressure=rate * _drained_s(view, tokens))
-            for name, view in views.items()
-        }
-        best = cheapest([one for one in estimates.values() if one.worker in allowed], self._random)
-        names = sorted(estimates, key=lambda name: (estimates[name] is not best, estimates[name].cost))
-        return Decision(names[0], best, {name: estimates[name] for name in names}, key)
+        names, numbers = list(able), [worker.number for worker in able.values()]
+        runs = self.holders.runs(keys)[:, numbers]
+        found = estimates(
+            numbers,
+            self._costs[numbers],
+            np.array([worker.state(now_s) for worker in able.values()]),
+            (runs * self.block_tokens).astype(np.float64),
+            tokens=tokens,
+            answer=int(self._answer),
+            rate=self._rate(now_s) / len(able),
+        )
+        key = _end_of_known(keys, runs)
+        allowed = self._spread.among(key, numbers)
+        places = list(range(len(names))) if len(allowed) == len(names) else [numbers.index(number) for number in allowed]
+        best = found.cheapest(places, self._random)
+
+        def others() -> dict[str, Estimate]:
+            order = np.argsort(found.cost, kind="stable").tolist()
+            return {names[at]: found.row(at) for at in sorted(order, key=lambda at: at != best)}
+
+        return Decision(names[best], found.row(best), key, others)
 
     def views(self, keys: Keys, *, now_s: float, among: Collection[str] | None = None) -> tuple[dict[str, View], int | None]:
         """Return each worker as a request with these keys finds it, and the key at which the part that somebody has ends."""
-        able = {name: worker for name, worker in self._workers.items() if among is None or name in among}
+        able = self._able(among)
         if not able:
             return {}, None
-        runs = self.holders.runs(keys)
-        most = int(max(runs[DISK, worker.number] for worker in able.values()))
+        runs = self.holders.runs(keys)[:, [worker.number for worker in able.values()]]
         held = (runs.T * self.block_tokens).tolist()
-        views = {name: self._view(worker, held[worker.number], now_s) for name, worker in able.items()}
-        return views, int(keys[most - 1]) if most else None
+        views = {name: self._view(worker, own, now_s) for (name, worker), own in zip(able.items(), held, strict=True)}
+        return views, _end_of_known(keys, runs)
 
     def decided(self, worker: str, views: Mapping[str, View], key: int | None, *, tokens: int) -> Decision:
         """Return the decision of somebody else as one that `sent` takes."""
         chosen = estimate(views[worker], tokens=tokens, answer=int(self._answer), pressure=0.0)
-        return Decision(worker, chosen, {worker: chosen}, key)
+        return Decision(worker, chosen, key, lambda: {worker: chosen})
 
     def sent(self, request: str, decision: Decision, keys: Keys, *, tokens: int, now_s: float) -> None:
         """The request went where the decision says. Until it ends the worker counts as occupied with it."""
@@ -240,6 +274,9 @@ class Routing:
             del worker.waiting[request]
             worker.waiting_tokens -= sent.computed
 
+    def _able(self, among: Collection[str] | None) -> dict[str, _Worker]:
+        return self._workers if among is None else {name: self._workers[name] for name in self._workers if name in among}
+
     def _of(self, request: str) -> tuple[_Sent | None, _Worker | None]:
         sent = self._sent.get(request)
         if sent is None:
@@ -248,7 +285,6 @@ class Routing:
 
     def _view(self, worker: _Worker, held: tuple[int, int, int], now_s: float) -> View:
         memory, disk, pool = held
-        room = None if worker.kv_tokens is None else worker.kv_tokens - worker.held - worker.others_held
         return View(
             worker.number,
             worker.speeds,
@@ -260,7 +296,7 @@ class Routing:
             waiting_tokens=worker.waiting_tokens + worker.others_tokens,
             running=worker.running + (0 if worker.others_tokens else worker.others),
             context=worker.context + worker.others_held,
-            room=room,
+            room=worker.room,
         )
 
     def _rate(self, now_s: float) -> float:
@@ -269,6 +305,7 @@ class Routing:
         return len(self._arrivals) / passed_s if passed_s > 0 else 0.0
 
 
-def _drained_s(view: View, tokens: int) -> float:
-    """Return how long until the worker has nothing queued: whoever comes before waits longer for each second put on."""
-    return view.queued_s + view.speeds.prefill_s(min(view.pool, tokens), tokens)
+def _end_of_known(keys: Keys, runs: npt.NDArray[np.int64]) -> int | None:
+    """Return the key at which the part ends that some worker has of its own."""
+    most = int(runs[DISK].max())
+    return int(keys[most - 1]) if most else None

@@ -37,6 +37,9 @@ class Spread:
 
     def among(self, key: int | None, workers: Sequence[int]) -> list[int]:
         """Return those of `workers` that may take it; all, where none may."""
+        counts = self._counts.get(key) if key is not None else None
+        if counts is None or sum(counts.values()) < _ENOUGH * len(workers):
+            return list(workers)
         return [worker for worker in workers if self.allows(key, worker, of=len(workers))] or list(workers)
 
     def sent(self, key: int | None, worker: int, *, of: int) -> None:

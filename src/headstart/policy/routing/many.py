@@ -1,0 +1,103 @@
+"""`estimate` for all workers at once: the same sums over columns, so that sixty-four take as long as two. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from headstart.policy.routing.estimate import STEPS_LEFT, TIE, TIE_S, Estimate, Speeds
+
+Column = npt.NDArray[np.float64]
+
+COSTS = 10  # numbers that a worker's speeds come to
+STATE = 4  # and what is going on there: queued_s, running, context, room (infinite where that is not known)
+
+
+def costs_of(speeds: Speeds) -> tuple[float, ...]:
+    """Return a worker's speeds as a row; what it does not have is never worth it."""
+    disk = speeds.disk.costs if speeds.disk is not None else (np.inf, np.inf)
+    pool = speeds.pool.costs if speeds.pool is not None else (np.inf, np.inf)
+    return (*speeds.prefill.costs, *speeds.step.costs, *disk, *pool, float(speeds.chunk_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Of each worker, as in `Estimate`, which `row` returns."""
+
+    workers: Sequence[int]
+    reused: Column
+    read_s: Column
+    wait_s: Column
+    compute_s: Column
+    work_s: Column
+    cost: Column
+
+    def row(self, at: int) -> Estimate:
+        columns = (self.read_s, self.wait_s, self.compute_s, self.work_s, self.cost)
+        return Estimate(self.workers[at], int(self.reused[at]), *(float(column[at]) for column in columns))
+
+    def cheapest(self, allowed: Sequence[int], random: Random) -> int:
+        """Return the place of the one that costs least among those at `allowed`; of those that cannot be told apart any."""
+        cost = self.cost[list(allowed)]
+        least = int(np.argmin(cost))
+        best = allowed[least]
+        first_token_s = max(self.wait_s[best], self.read_s[best]) + self.compute_s[best]
+        slack = max(TIE_S, TIE * float(first_token_s))
+        return random.choice([allowed[at] for at in np.flatnonzero(cost <= cost[least] + slack).tolist()])
+
+
+def estimates(
+    workers: Sequence[int],
+    costs: Column,
+    state: Column,
+    held: Column,
+    *,
+    tokens: int,
+    answer: int,
+    rate: float,
+) -> Estimates:
+    """Return what a prompt of `tokens` with an answer of some `answer` tokens costs on each of `workers`.
+
+    `costs` [worker, COSTS], `state` [worker, STATE], `held` [3, worker]: tokens in memory, there or on its disk, there or in
+    the pool. `rate`: requests that come to each worker in a second, which wait for what is put on it now."""
+    row_s, key_s, pass_s, sequence_s, attend_s, disk_s, disk_start_s, pool_s, pool_start_s, chunk = costs.T
+    queued_s, running, context, room = state.T
+    most = float(tokens - 1)
+    squared = float(tokens) * tokens
+
+    def prefill_s(start: Column) -> Column:
+        seconds: Column = row_s * (tokens - start) + key_s * ((squared - start * start) / 2)
+        return seconds
+
+    busy = running > 0
+    step_s = np.where(busy, pass_s + sequence_s * running + attend_s * context, 0.0)
+    answer_s = answer * (sequence_s + attend_s * tokens)
+    missing = tokens + answer - room
+    full = busy & (missing > 0)
+    wait_s = queued_s
+    if full.any():
+        own = np.maximum(1.0, context / np.maximum(running, 1.0))
+        share = np.minimum(1.0, np.where(full, missing, 0.0) / own / np.maximum(running, 1.0))
+        wait_s = queued_s + np.where(full, step_s * STEPS_LEFT * share, 0.0)
+    pressure = rate * (queued_s + prefill_s(np.minimum(held[2], tokens)))
+
+    ends = [np.minimum(column, most) for column in held]
+    reused = [ends[0]]
+    read = [np.zeros_like(queued_s)]
+    with np.errstate(invalid="ignore"):  # infinite × 0: there is nothing that could be read, which is not looked at
+        for end, cost_s, start_s in ((ends[1], disk_s, disk_start_s), (ends[2], pool_s, pool_start_s)):
+            more = (end > reused[-1]) & np.isfinite(start_s)
+            read.append(np.where(more, read[-1] + cost_s * (end - reused[-1]) + start_s, read[-1]))
+            reused.append(np.where(more, end, reused[-1]))
+    took = np.stack(reused)
+    read_s = np.stack(read)
+    alone = prefill_s(took)
+    compute = alone + step_s * np.ceil((tokens - took) / chunk)
+    work = alone + answer_s
+    cost = np.maximum(wait_s, read_s) + compute + pressure * work
+    best = np.argmin(cost, axis=0), np.arange(len(workers))
+    return Estimates(workers, took[best], read_s[best], wait_s, compute[best], work[best], cost[best])
