@@ -43,6 +43,10 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the one above
         super().connection_made(transport)
+        # asyncio does it for sockets that say that they are TCP; those of a listener that was made before do not: a head and
+        # what is behind it would then be 40 ms apart, until the other side's delayed acknowledgement.
+        if (connection := transport.get_extra_info("socket")) is not None and connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.most:
             self._tell()
             transport.abort()

@@ -320,7 +320,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                 headers=fleet.headers,
             )
         account.tokenised(known.tokens)
-        router.metrics.prepared(account.tokenise_s)
+        router.metrics.prepared(known.made_s)
         id = request_id_of(request.scope) or uuid.uuid4().hex
         asked = Asked(id, caller.tenant, account.arrived, account.model, known.tokens, known.by, account.session)
         router.decisions.keep(asked)

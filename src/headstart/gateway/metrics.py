@@ -30,7 +30,7 @@ class Metrics:
         )
         self._tokenise = Histogram(
             "headstart_router_tokenise_seconds",
-            "From a request's arrival until its tokens and keys were known.",
+            "Rendering and tokenising a prompt.",
             buckets=_SECONDS,
             registry=self._registry,
         )
@@ -42,7 +42,7 @@ class Metrics:
         )
 
     def prepared(self, seconds: float) -> None:
-        """Count the time that a prompt took to be known."""
+        """Count the time that a prompt took to become tokens."""
         self._tokenise.observe(seconds)
 
     def ended(self, finish: str, *, first_token_s: float | None, retries: int) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import httpx
@@ -32,18 +34,20 @@ from headstart.tier.base import Tier
 _log = logging.getLogger("headstart")
 _ASK_S = 5.0
 _TEXT_BYTES = 4  # of a token, about
+By = Literal["tokenizer", "worker", "text"]
 _NO_KEYS: Keys = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """Of a prompt: how many tokens, the keys of its full blocks, and how many of these from the first on the pool has; None
-    where nobody looked. `by`: what made its tokens."""
+    where nobody looked. `by`: what made its tokens, which took `made_s`."""
 
     tokens: int
     keys: Keys
     pool_blocks: int | None = None
-    by: Literal["tokenizer", "worker", "text"] = "text"
+    by: By = "text"
+    made_s: float = 0.0
 
 
 class Prompts:
@@ -89,14 +93,18 @@ class Prompts:
             if known is not None:
                 return known
         elif not isinstance(ask.prompt, tuple) or ask.messages is not None:
+            begun_s = time.monotonic()
             ids = await self._asked(ask, among, headers)
+            made_s = time.monotonic() - begun_s
             if ids is not None:
-                return await loop.run_in_executor(self._threads, self._known, ids, root, salt, representation, "worker")
+                work = partial(self._known, ids, root, salt, representation, "worker", made_s)
+                return await loop.run_in_executor(self._threads, work)
         return await loop.run_in_executor(self._threads, self._of_text, ask, root, salt, representation)
 
     def _rendered(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known | None:
         renderer = self._renderer
         assert renderer is not None
+        begun_s = time.monotonic()
         try:
             if ask.messages is None:
                 ids = renderer.completion(ask.prompt)
@@ -111,7 +119,7 @@ class Prompts:
         except Exception:  # noqa: BLE001 - whatever a template does: the worker says what is wrong
             _log.exception("rendering a prompt failed unexpectedly")
             return None
-        return self._known(ids, root, salt, representation, "tokenizer")
+        return self._known(ids, root, salt, representation, "tokenizer", time.monotonic() - begun_s)
 
     def _known(
         self,
@@ -119,11 +127,12 @@ class Prompts:
         root: bytes,
         salt: str | bytes | None,
         representation: bytes | None,
-        by: Literal["tokenizer", "worker"],
+        by: By,
+        made_s: float,
     ) -> Known:
         self._shared.look()
         keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
-        return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by)
+        return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by, made_s)
 
     def _in_pool(self, keys: Sequence[BlockKey], representation: bytes | None) -> int | None:
         if self._pool is None or representation is None or not keys:
@@ -137,7 +146,7 @@ class Prompts:
 
     def _of_text(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known:
         if ask.messages is None and isinstance(ask.prompt, tuple):
-            return self._known(ask.prompt, root, salt, representation, "tokenizer")
+            return self._known(ask.prompt, root, salt, representation, "tokenizer", 0.0)
         said: Any = ask.prompt if ask.messages is None else [ask.tools, ask.template, ask.messages]
         try:
             data = msgspec.json.encode(said)
