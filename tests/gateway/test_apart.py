@@ -108,6 +108,9 @@ def test_a_role_is_changed_through_the_router_for_all_routers(router: Routed, wo
         assert router.http.patch(f"/router/workers/{prefill}", json={"role": "both"}).json()["role"] == "both"
         assert router.get(f"{workers[0]}/v1/headstart/role")["role"] == "both"
         eventually(lambda: other.workers()[workers[0]]["role"] == "both")
+    with routed([f"{workers[0]},role=decode"]) as third:  # said where it is added, and told to the worker
+        eventually(lambda: third.ready() == 1)
+        eventually(lambda: router.workers()[workers[0]]["role"] == "decode")
     refused = router.http.patch(f"/router/workers/{decode}", json={"role": "prefill"})  # it listens nowhere
     assert refused.status_code == 400
     assert "--handoff-listen" in refused.json()["error"]["message"]

@@ -84,6 +84,7 @@ class Fleet:
         ConfigError beyond the number of workers."""
         if (worker := self.workers.get(address.id)) is not None:
             self.set_role(worker, address.role)
+            worker.wanted = address.role
             return worker
         if len(self.workers) >= self._max_workers:
             raise ConfigError(
@@ -92,6 +93,7 @@ class Fleet:
             )
         self._numbers += 1
         worker = self.workers[address.id] = Worker(address, address.role, self._numbers)
+        worker.wanted = None if address.role == "both" else address.role
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._watch(worker))
         return worker
 
@@ -136,6 +138,22 @@ class Fleet:
                 why = answer.text[:512]
                 raise RequestError(f"worker {worker.id} refuses the role {role}: {why}", param="role")
         self.set_role(worker, role)
+
+    async def _have_role(self, worker: Worker, report: Report) -> None:
+        """Go by the role that the worker says it has, so that all routers go by the same; after it was told the one that it was
+        added with."""
+        wanted, worker.wanted = worker.wanted, None
+        if report.handoff is None or not report.ready:
+            worker.wanted = wanted
+            return
+        if wanted is None or wanted == report.handoff.role:
+            self.set_role(worker, report.handoff.role)
+            return
+        try:
+            await self.change_role(worker, wanted)
+        except RequestError as error:
+            log.warning("%s", error.message)
+            self.set_role(worker, report.handoff.role)
 
     def set_draining(self, worker: Worker, draining: bool) -> None:
         worker.draining = draining
@@ -217,6 +235,7 @@ class Fleet:
             else:
                 heard_s = self.clock()
                 self._heard(worker, report, own)
+                await self._have_role(worker, report)
             worker.doubted.clear()
             try:
                 async with asyncio.timeout(
@@ -247,8 +266,6 @@ class Fleet:
                 "worker %s is ready: %s, %s", worker.id, ", ".join(report.models) or "?", "events" if follows else "no events"
             )
             self.wake()
-        if report.handoff is not None:
-            self.set_role(worker, report.handoff.role)  # it says itself, so that all routers go by the same
         self.routing.measured(worker.id, speeds)
         if report.running is not None:
             self.routing.told(

@@ -176,6 +176,7 @@ class Worker:
     number: int
     alive: bool = False
     draining: bool = False
+    wanted: Role | None = None  # which it is to be told
     report: Report | None = None
     why_down: str = "it has not answered yet"
     requests: int = 0
