@@ -126,4 +126,4 @@ def _lighter(decision: Decision, parting: Parting) -> Decision:
     light = replace(
         own, read_s=parting.first_token_s, compute_s=parting.next_token_s, work_s=max(0.0, own.work_s - own.compute_s)
     )
-    return replace(decision, estimate=light, estimates={**decision.estimates, decision.worker: light})
+    return replace(decision, estimate=light, others=lambda: {**decision.estimates, decision.worker: light})
