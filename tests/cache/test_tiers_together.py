@@ -13,6 +13,7 @@ from cache_kit import cache_of, prompt, until
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
+from headstart.metrics import Counters
 from headstart.policy.rule_text import parse_rules
 from headstart.testing.fake_kv import IDENTITY, TINY
 from headstart.testing.faults import Fault, FaultyTier
@@ -20,6 +21,7 @@ from headstart.testing.round_trip import load, save
 from headstart.tier.base import Tier, WriteOutcome
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
+from headstart.tier.object import Bucket, ObjectTier
 from headstart.tier.pool import PoolTier
 
 CAPACITY = 64 << 20
@@ -164,6 +166,23 @@ def test_what_goes_later_is_copied_behind_the_save_which_does_not_wait(cache: Pr
     pool.delete([info.id for info in pool.scan()], reason="user")
     cache._tiering.step(cache._tiering.policy)
     assert extents(cache) == {"disk": 2, "pool": 0}  # what the pool let go is not pressed on it again
+
+
+def test_what_is_idle_goes_down_one_tier_after_the_other_to_an_object_store(disk: DiskTier, pool: PoolTier) -> None:
+    stores = pytest.importorskip("obstore.store")
+    bucket = Bucket(stores.MemoryStore(), where="bucket/prefix", counters=Counters())
+    kvs = [prompt(641, seed=seed) for seed in range(3)]
+    for kv in kvs:
+        disk.write(kv.image(0, 10), TINY)
+    with cache_of(disk, pool, ObjectTier.open_bucket(bucket, capacity_bytes=CAPACITY)) as cache:
+        apply(cache, "when tier = disk then move to pool", "when tier = pool then copy to object")
+        until(lambda: extents(cache) == {"disk": 0, "pool": 3, "object": 3})
+        apply(cache, "move to object")
+        until(lambda: extents(cache) == {"disk": 0, "pool": 0, "object": 3})
+        for kv in kvs:
+            loaded = load(cache, kv)
+            assert (loaded.wrong, loaded.load.tokens_by_tier) == ([], {"object": 640})
+        assert cache.check() == []
 
 
 def test_memory_is_let_go_by_rule_and_kept_by_an_earlier_one(tmp_path: Path) -> None:
