@@ -13,8 +13,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """Tokens of the prompt that are in the slowest tier that takes writes now (`stored_tokens`), new bytes written, and, when
-    something was not kept, why: "queue-full", "full", "error", "closed", "forked" …"""
+    """Tokens of the prompt that are in the slowest tier that it goes to and that takes writes now (`stored_tokens`), new bytes
+    written, and, when something was not kept, why: "queue-full", "full", "error", "closed", "forked" …"""
 
     stored_tokens: int
     written_bytes: int

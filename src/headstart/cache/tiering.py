@@ -1,6 +1,6 @@
 """The rules of a policy kept: what lies in faster tiers is moved, copied and dropped as they say, behind everything else.
 
-    survey (columns) ─▶ decide (pure) ─▶ one extent after the other, the least recently used first ─▶ the next look
+    survey (columns) ─▶ decide (pure) ─▶ some extents after the others, the least recently used first ─▶ the next look
 
 One thread of its own, begun with the first rule that needs it: a tier that hangs holds it and nobody else. A tier that takes
 nothing is left alone for a while, longer each time; what was to go there stays where it is.
@@ -109,7 +109,6 @@ class Tiering:
             if policy is self._policy:
                 return
             self._policy, self._due = policy, self._clock()
-            self._copied.clear()
             if policy.moves and self._thread is None and not self._closing and os.getpid() == self._pid:
                 self._thread = Thread(target=self._run, name="tiering", daemon=True)
                 self._thread.start()
@@ -136,6 +135,7 @@ class Tiering:
     # The thread.
 
     def _run(self) -> None:
+        before = Policy()
         while True:
             with self._condition:
                 while not self._closing and (not self._policy.moves or self._clock() < self._due):
@@ -144,6 +144,8 @@ class Tiering:
                     return
                 policy = self._policy
                 self._due = float("inf")
+            if policy is not before:
+                before, self._copied = policy, {}
             begun = self._clock()
             try:
                 looked_s = self.step(policy)
@@ -204,7 +206,7 @@ class Tiering:
         return list(found.values())
 
     def _do(self, number: int, work: _Work, policy: Policy) -> None:
-        """Work off what a look found, some extents at a time: they are brought one after the other and let go together."""
+        """Work off what a look found, some extents at a time: they are brought together and let go together."""
         source, ids = self._sources[number], work.in_order()
         while ids and not self._ends(policy):
             if work.verb == "drop":
@@ -215,22 +217,23 @@ class Tiering:
             elif not self._trouble_of(work.target).may(self._clock()):
                 return
             else:
+                begun = self._clock()
                 try:
                     with moving_out(source.tier) as mine:
                         if not mine:
                             return  # another process is at it; the next look sees what it left
-                        done = self._bring(number, ids, work, policy)
+                        ids = ids[self._bring(number, ids, work) :]
                 except (StoreError, OSError) as error:
-                    self._counters.add("tiering_failed_locked")
+                    self._counters.add("tiering_failed_source")
                     _log.warning("nothing is moved out of the tier %r: %s", source.tier.name, error)
                     return
-                ids = ids[done:]
+                self._rest(policy, self._clock() - begun)
 
-    def _bring(self, number: int, ids: Sequence[int], work: _Work, policy: Policy) -> int:
+    def _bring(self, number: int, ids: Sequence[int], work: _Work) -> int:
         """Bring the first ones of `ids` where they should be, and let go what moves; returns how many were dealt with."""
         source, target = self._sources[number], self._sources[self._tiers.index(work.target)]
-        begun = self._clock()
-        done, infos = next_batch(ids, source.tier, may=lambda info: self._trouble_of(work.target, info.tenant).may(begun))
+        now = self._clock()
+        done, infos = next_batch(ids, source.tier, may=lambda info: self._trouble_of(work.target, info.tenant).may(now))
         there = self._bring_some(number, infos, target) if infos else []
         if work.verb == "copy":
             self._counters.add("tiering_copied_extents", len(there))
@@ -244,7 +247,6 @@ class Tiering:
                 self._avoid(number, left)  # read, or pinned, just now
                 if left:
                     self._counters.add("tiering_failed_left", len(left))
-        self._rest(policy, self._clock() - begun)
         return done
 
     def _bring_some(self, number: int, infos: Sequence[ExtentInfo], target: Source) -> list[ExtentInfo]:
