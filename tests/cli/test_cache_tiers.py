@@ -197,7 +197,7 @@ def killed_moves(tmp_path: Path, rounds: int) -> None:
 
 
 def test_a_move_that_is_killed_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    killed_moves(tmp_path, rounds=2)
+    killed_moves(tmp_path, rounds=1)
 
 
 @pytest.mark.soak

@@ -88,8 +88,8 @@ def bring(
 ) -> list[Brought]:
     """Have extents of one representation in `target` as well, on the terms that they have in `source`; all are in memory at
     once. What comes back may be shorter: where the target does not take one, those behind are not tried. `on_bytes` is told
-    before so many bytes are read, and may take its time. What is corrupt is told, not removed. Raises StoreError, OSError
-    where the target fails."""
+    before an extent of so many bytes is read, and may take its time. What is corrupt is told, not removed. Raises StoreError,
+    OSError where the target fails."""
     outcomes: list[Brought | None] = []
     images: list[memoryview] = []
     terms: list[Terms] = []
@@ -183,15 +183,14 @@ def _read(
     source: Tier, info: ExtentInfo, representation: Representation, on_bytes: Callable[[int], None]
 ) -> tuple[memoryview, ExtentHeader] | str:
     """Return an extent's image, all of it verified, or why not."""
+    on_bytes(info.extent_bytes)  # before the lease, which may end with time
     try:
         if source.lease([info.id]) != [True]:
             return "gone"
         try:
             image = aligned(info.extent_bytes)
             for at in range(0, info.extent_bytes, _PART_BYTES):
-                part = image[at : at + _PART_BYTES]
-                on_bytes(part.nbytes)
-                source.read([ReadRange(info.id, at, [part])])
+                source.read([ReadRange(info.id, at, [image[at : at + _PART_BYTES]])])
         finally:
             source.release([info.id])
         header = examine(image, representation)

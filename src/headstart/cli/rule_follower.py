@@ -67,8 +67,8 @@ class RuleFollower:
             rules = self._load().cache.tiering.rules
             policy = parse_rules(rules)
         except ConfigError as error:
+            log.error("%s; until then the rules of cache.tiering hold that were read before", error.message)
             cache.refuse_rules(error.message)
-            log.error("%s; until then the %d rules of cache.tiering hold that held before", error.message, len(self._rules))
             return
         if rules != self._rules or cache.tiering.refused:
             self._rules = rules

@@ -105,22 +105,22 @@ class Upkeep:
         with store.lock:
             uses, self._touched = list(self._touched.items()), {}
             timed = store.books.time_uses(store.now_ms())
+            store.books.apply(timed, own=True)  # whether or not there is room to journal it
         batches = [uses[first : first + _USES_A_RECORD] for first in range(0, len(uses), _USES_A_RECORD)]
-        said: list[list[Record]] = [[Touched(tuple(batch))] for batch in batches]
-        for records in [*said, timed] if timed else said:
+        said: list[list[Record]] = [[Touched(tuple(batch))] for batch in batches] or [[]]
+        said[-1] += timed
+        for records in filter(None, said):
             if store.allocated_bytes + store.slack_bytes > store.capacity_bytes:
-                break  # the order of use is kept in memory; it is not worth an extent
+                return  # the order of use is kept in memory; it is not worth an extent
             try:
                 with ExitStack() as stack:
                     fits = self.journal.encoded_bytes(records) <= self.journal.room_bytes
                     if not fits and not stack.enter_context(store.charging(wait_s=0)):
-                        break  # as above: nobody waits for it
+                        return  # as above: nobody waits for it
                     self.append(records)
             except OSError:
                 store.counters.add("touch_failed")
                 return
-        with store.lock:
-            store.books.apply(timed, own=True)
 
     def tidy(self) -> None:
         """What can wait until an extent is stored, and does not change that it is: give back, journal touches, renew."""

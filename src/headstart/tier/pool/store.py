@@ -362,10 +362,9 @@ class PoolStore:
         with self.lock:
             uses, self._touched = list(self._touched.items()), {}
             timed = self.books.time_uses(self.now_ms())
+            self.books.apply(timed, own=True)
         batches = [uses[first : first + _USES_A_RECORD] for first in range(0, len(uses), _USES_A_RECORD)]
         self.append([*(Touched(tuple(batch)) for batch in batches), *timed])
-        with self.lock:
-            self.books.apply(timed, own=True)
 
     def renew(self) -> None:
         """Begin the own journal anew, with what it vouches for and no more. In turn. Raises OSError, and then the old one

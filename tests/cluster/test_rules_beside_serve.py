@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from asking import eventually
 from headstart.cli.server_process import ServerProcess
 
+pytestmark = pytest.mark.cluster
 PROMPT = {"model": "any", "prompt": list(range(200)), "max_tokens": 1}
 
 
