@@ -12,6 +12,7 @@ medium again when asked a second time. Every test ends with `check()` finding no
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,7 @@ from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.testing.fake_kv import OPAQUE, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.tier.base import ExtentId, ReadRange, Shape, Terms, Tier
+from headstart.tier.surveying import surveyed
 
 GONE = ExtentId(1 << 40)  # an id that no tier has given out
 
@@ -121,6 +123,23 @@ class TierContract:
         assert (info.header_bytes, info.extent_bytes) == header_and_extent_bytes(TINY, 4)
         assert tier.shape(extent) == Shape(info.blocks, info.header_bytes, info.extent_bytes)
         assert [key[:16] for key in info.keys] == [key[:16] for key in kv.keys]
+
+    def test_a_survey_says_in_columns_what_a_scan_says_one_by_one(self, tier: Tier) -> None:
+        extents = [put(tier, prompt(2, seed=seed)) for seed in range(3)]
+        tier.lease(extents[:1])
+        now_ms = time.time_ns() // 1_000_000
+        infos = {info.id: info for info in tier.scan()}
+        found = [(survey, i) for survey in surveyed(tier, now_ms=now_ms) for i in range(len(survey))]
+        assert sorted(int(survey.ids[i]) for survey, i in found) == sorted(infos)
+        for survey, i in found:
+            info, facts = infos[ExtentId(int(survey.ids[i]))], survey.facts
+            assert facts.tier == tier.name
+            assert (facts.retention[i], facts.tenant[i]) == (info.retention, info.tenant)
+            assert (facts.nbytes[i], facts.blocks[i]) == (info.extent_bytes, info.blocks)
+            assert survey.last_used[i] == info.last_used
+            assert 0 <= facts.idle_ms[i] <= max(facts.age_ms[i], 60_000)
+            assert survey.stays[i] == (info.id == extents[0])
+        tier.release(extents[:1])
 
     def test_nothing_is_known_of_an_extent_that_is_not_there(self, tier: Tier) -> None:
         assert tier.info(GONE) is None
