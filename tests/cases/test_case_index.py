@@ -36,6 +36,8 @@ FILES = {
     "prefix": "engine/torch/test_prefix.py",
     "engine": "engine/torch/test_engine.py",
     "adapters": "engine/torch/test_lora.py",
+    "handoff": "engine/torch/test_handoff.py",
+    "handoff faults": "engine/torch/test_handoff_faults.py",
     "meeting": "engine/torch/test_meeting.py",
     "scheduling": "engine/torch/test_scheduling.py",
     "many": "engine/torch/test_many_requests.py",
@@ -51,6 +53,7 @@ FILES = {
     "vllm ranks": "vllm/test_ranks_and_company.py",
     "events": "cache/test_events.py",
     "api": "api/test_openai_client.py",
+    "roles": "api/test_roles.py",
     "canonical": "render/test_canonical.py",
     "noise": "api/test_canonical_requests.py",
     "reports": "diagnose/test_report.py",
@@ -168,6 +171,10 @@ C029  A restore that failed spoils nothing else.
       llama · test_a_range_that_the_context_does_not_take_is_computed_while_the_rest_is_read
 C030  What is usable is the minimum over all layers.
       transfer · test_usable_is_the_minimum_over_layers_and_is_split_by_tier
+C032  Of a prompt that its worker gave up in the middle nothing half there is used: it is computed, and nothing stays held.
+      handoff faults · test_a_prompt_that_the_other_cannot_compute_is_computed_here
+      handoff faults · test_a_wire_that_is_cut_anywhere
+      handoff faults · test_what_arrived_before_the_end_is_used
 C033  What failed to load is computed, and the answer is the same.
       s09 · test_the_tokens_before_a_bad_block_stay_usable
       s10 · test_the_tiny_model_gives_the_same_tokens_in_every_way
@@ -257,6 +264,9 @@ C060  A load that failed is reported with what it lacks, and the engine computes
 C061  A load that fails ends by itself, with no other request there.
       s08 · test_a_read_that_hangs_ends_at_the_deadline
       prefix · test_a_load_past_its_deadline_is_computed_in_fresh_memory
+C063  Who leaves frees at once what is computed for it elsewhere, however many leave.
+      handoff faults · test_many_that_leave_free_all_that_was_computed_for_them
+      handoff faults · test_who_goes_away_frees_what_is_computed_for_it
 C066  A disk without direct I/O, holes or allocation ahead serves all the same, and says so.
       reopen · test_a_directory_without_direct_io_works_and_says_so
       directories · test_without_fallocate_everything_is_stored_served_and_bounded
@@ -315,6 +325,12 @@ C100  Usage is the same streamed and whole, what is written is a part of the pro
       accounts · test_usage_is_the_same_streamed_and_whole
       accounts · test_the_log_has_a_line_for_each_request_and_sums_to_the_engines_counters
       clients · test_many_clients_that_leave_when_they_like_leave_nothing_behind
+C102  A prefix that two workers have counts once.
+      handoff · test_a_token_is_counted_once
+      handoff · test_what_the_decoding_worker_has_is_not_sent
+C103  What came from the worker that computed it is no hit; what either had is.
+      handoff · test_a_token_is_counted_once
+      roles · test_a_header_says_where_a_prompt_is_computed
 C106  What a request that gave way gets back is no hit: cached tokens are never more than those of the prompt.
       scheduling · test_the_younger_gives_its_memory_and_goes_on_from_the_cache
       many · test_thousands_of_random_acts_leave_every_answer_what_it_is_alone_and_all_memory_free
@@ -352,6 +368,7 @@ C122  Of two classes the longer one wins in either order, and a head is kept wit
       retention · test_a_head_grows_as_old_as_what_continues_it
 C123  Nothing is executed from what is read.
       absences · test_nothing_runs_what_it_reads
+      handoff faults · test_whatever_else_connects_is_shown_out
 C125  It listens on loopback unless told otherwise or keys are asked for, and what tells of all is an operator's.
       serve · test_an_address_that_others_reach_needs_leave
       accounts · test_without_a_key_nothing_is_told_but_that_the_server_lives
@@ -376,7 +393,6 @@ C138  A directory is private to its user whatever the umask; to another one a mi
 """
 
 ELSEWHERE = {
-    "prefill and decode apart": ("C032", "C063", "C102", "C103"),
     "ranks that must act together": ("C064",),
     "a router": ("C043", "C108", "C109", "C113"),
     "a cache server of its own": ("C074",),

@@ -222,6 +222,39 @@ def test_who_goes_away_frees_what_is_computed_for_it(
     assert _right(two, prefill.addresses[0], wanted) == ""
 
 
+def test_a_prompt_that_the_other_cannot_compute_is_computed_here(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though some of it had come by then."""
+    computed = Outgoing.computed
+
+    def failing(self: Outgoing, *arguments: object, tokens: int, **more: object) -> None:
+        computed(self, *arguments, tokens=tokens, **more)  # type: ignore[arg-type]
+        if tokens > 128:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Outgoing, "computed", failing)
+    before = two[0].inner._counters
+    assert _right(two, two[0].addresses[0], wanted) == "failed"
+    for name in ("step_faults", "engine_faults"):  # the kit looks for those that nobody made
+        before.add(name, -before.snapshot().get(name, 0))
+
+
+def test_many_that_leave_free_all_that_was_computed_for_them(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]
+) -> None:
+    prefill, decode = two
+    for number in range(24):
+        answer = ask(decode, some_tokens(200, seed=number), 4, prefill_at=prefill.addresses[number % 2], id=f"leaves-{number}")
+        if number % 9:
+            decode.abort(f"leaves-{number}")
+        else:
+            assert answer.result().finish == "length"
+    eventually(lambda: prefill.load().running == prefill.load().waiting == 0)
+    eventually(lambda: decode.load().running == decode.load().waiting == 0)
+    assert _right(two, prefill.addresses[0], wanted) == ""
+
+
 def test_the_computing_worker_ends(
     two: tuple[HandoffEngine, HandoffEngine], model: Callable[[], TorchModel], wanted: list[int]
 ) -> None:
