@@ -72,6 +72,8 @@ def test_a_header_says_where_a_prompt_is_computed(served: Callable[..., str], tm
     for more in ({}, {"temperature": 1.0, "seed": 5}, {"logprobs": 2}):
         here, there = _ask(alone, **more), _ask(decode, at, **more)
         assert there["choices"][0]["text"] == here["choices"][0]["text"]
+        if not more:  # neither had anything of it
+            assert there["usage"] == here["usage"]
         for usage in (here["usage"], there["usage"]):
             assert (usage["completion_tokens"], usage["prompt_tokens"]) == (8, here["usage"]["prompt_tokens"])
     assert _metric(decode, "handoff_taken_total") >= 1

@@ -148,7 +148,7 @@ def joined(
     """Return the receipt of a request whose prompt another worker computed (`told`, where it said so) and that was gone on with
     here: each token counts once. The times are those that only this worker has measured."""
     memory, disk = cached
-    written = max(receipt.written_tokens, 0 if told is None else told.written_tokens)
+    written = receipt.written_tokens + (0 if told is None else told.written_tokens)  # what came from there is known here
     return replace(
         receipt,
         cached_memory_tokens=memory,

@@ -247,7 +247,9 @@ class Taking:
         told = None if self._told is None else self._told.receipt
         tokens = 1 if self._token_s is not None else 0
         empty = Receipt(len(self._request.prompt), tokens, 0, 0, 0, 0.0, 0.0, 0.0, None, 0.0, taken=False)
-        base = empty if told is None else replace(told, prompt_tokens=len(self._request.prompt), completion_tokens=tokens)
+        base = empty
+        if told is not None:
+            base = replace(told, prompt_tokens=len(self._request.prompt), completion_tokens=tokens, written_tokens=0)
         cached = (0, 0) if told is None else cached_of(len(self._request.prompt), told, self._stored)
         now = time.monotonic() - self._started_s
         whole = joined(base, told, cached, first_token_s=self._token_s, total_s=now)
