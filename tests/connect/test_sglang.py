@@ -106,6 +106,16 @@ def test_v0_pages_come_back_bit_for_bit(attach: Attach) -> None:
     assert second.get("another", pool.get_dummy_flat_data_page()) is None
 
 
+def test_processes_share_the_nodes_memory_without_any_disk(attach: Attach, tmp_path: Path) -> None:
+    shared = {"cache.node_memory": "8MiB", "cache.node_directory": str(tmp_path / "node"), "cache.capacity": "0"}
+    pool, names = filled(3, seed=8), keys(3)
+    writer, reader = attach(pool, **shared), attach(target := HostPool(3), **shared)
+    assert writer.batch_set_v1(names, pool.indices(0, 1, 2)) == [True] * 3
+    assert reader.batch_exists(names) == 3  # at once
+    assert reader.batch_get_v1(names, target.indices(0, 1, 2)) == [True] * 3
+    assert torch.equal(target.kv_buffer, pool.kv_buffer)
+
+
 def test_more_pages_than_wait_at_once_are_kept(attach: Attach) -> None:
     pool, names = filled(128, seed=3), keys(128)
     backend = attach(pool)

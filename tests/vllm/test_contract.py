@@ -53,7 +53,7 @@ HOOKS = {
     "has_connector_metadata": ("", DEFAULT),
     "has_pending_block_frees": ("", DEFAULT),
     "has_pending_push_work": ("", DEFAULT),
-    "on_new_request": ("request", DEFAULT),
+    "on_new_request": ("request", OURS),
     "register_finished_partial_tail": ("request block_ids partial_tail_offloads", DEFAULT),  # whole pieces only
     "register_kv_caches": ("kv_caches", OURS),
     "request_finished": ("request block_ids", OURS),
