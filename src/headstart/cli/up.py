@@ -92,17 +92,22 @@ def _detached(path: Path, file: ClusterFile, api_key: str | None) -> int:
         begin = output.tell()
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     state: State | None = None
-    with shown_progress() as on_progress:
-        while process.poll() is None:
-            try:
-                state = read_state(file.folder)
-            except NotThere:
-                state = None
-            if state is not None and state.ready and state.pid == process.pid and started_of(state.pid) == state.started:
-                click.echo(f"{state.router} routes to {len(file.specs())} workers; end them with headstart down {path}")
-                return 0
-            on_progress(f"starting {len(file.specs())} workers", None)
-            time.sleep(0.1)
+    try:
+        with shown_progress() as on_progress:
+            while process.poll() is None:
+                try:
+                    state = read_state(file.folder)
+                except NotThere:
+                    state = None
+                if state is not None and state.ready and state.pid == process.pid and started_of(state.pid) == state.started:
+                    click.echo(f"{state.router} routes to {len(file.specs())} workers; end them with headstart down {path}")
+                    return 0
+                on_progress(f"starting {len(file.specs())} workers", None)
+                time.sleep(0.1)
+    except BaseException:
+        process.terminate()  # whoever gave up waiting wants no cluster
+        process.wait()
+        raise
     said = (logs / "up.log").read_bytes()[begin:].decode(errors="replace").strip().splitlines()
     raise HeadstartError(f"the cluster did not start: {said[-1] if said else 'it said nothing'} (its log is {logs / 'up.log'})")
 

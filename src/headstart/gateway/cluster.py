@@ -90,6 +90,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start what is not running yet; end what an earlier one left that is no longer wanted."""
+        self._write(ready=False)  # first, so that `down` knows where to look
         file = self._file
         command = [sys.executable, "-m", "headstart.cli", "route", "--host", file.router.host, "--port", str(file.router.port)]
         if file.pool is not None:
@@ -102,7 +103,6 @@ class Cluster:
             self._routers.start(router)
         wanted = file.specs()
         _reconcile(self._launcher, wanted, keep=wanted if file.planner is not None and file.planner.enabled else ())
-        self._write(ready=False)
 
     def step(self) -> None:
         """See to what runs, tell the router who there is, and let the planner look when it is time."""
@@ -227,15 +227,6 @@ def read_state(folder: Path) -> State:
         raise NotThere(
             f"no cluster runs in {folder}; start one with headstart up, or name its cluster.toml or its --router", folder=folder
         ) from None
-
-
-def is_held(folder: Path) -> bool:
-    """Say whether somebody runs the cluster of this folder now."""
-    try:
-        _locked(folder).close()
-    except ConfigError:
-        return True
-    return False
 
 
 def end(folder: Path, *, grace_s: float = 30.0, on_wait: Callable[[str], None] = lambda what: None) -> bool:

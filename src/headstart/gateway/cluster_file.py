@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -134,6 +135,8 @@ class ClusterFile:
             if self.pool is not None:
                 command += ("--pool", str(Path(self.pool.directory).expanduser()))
                 command += ("--pool-capacity", self.pool.capacity) if self.pool.capacity else ()
+            if self.launcher == "local" and find_spec("zmq") is not None:
+                command += ("--cache-kv-events", "ipc://{folder}/events.sock")  # so that the router knows what was evicted
             if any(one.role != "both" for one in self.workers):  # KV goes straight from worker to worker
                 command += ("--role", table.role, "--handoff-listen", "ipc://{folder}/handoff.sock")
             command += table.arguments

@@ -77,8 +77,11 @@ class RayLauncher:
         for told in ray.util.list_named_actors(all_namespaces=True):
             if told["namespace"] == self._namespace:
                 handle = ray.get_actor(told["name"], namespace=self._namespace)
-                with suppress(ray.exceptions.RayError):
+                try:
                     spec = ray.get(handle.spec.remote(), timeout=_ASK_S)
+                except ray.exceptions.RayError:
+                    ray.kill(handle, no_restart=True)  # it has no place or no machine, and nobody could say what it is
+                else:
                     self._actors[told["name"]] = _Actor(_spec(spec), handle)
 
     def start(self, spec: Spec) -> str:
