@@ -2,9 +2,10 @@
 
 Virtual time, so the figures do not depend on the machine. The day is the conversation trace, some copies one behind the other,
 each with keys of its own: at 16 o'clock four times as many requests come as at 4 (`simulate.trace.day`). The engines are a
-sixth as fast as `simulate.fleet.LARGE_GPU`, a small GPU, so that a day of ten workers is some 43,000 requests. A worker takes
+sixth as fast as `simulate.fleet.LARGE_GPU`, a small GPU, so that a day of ten workers is 48,124 requests. A worker takes
 two minutes to start and then has nothing in its memory. A fleet meets the targets if in every hour of the day nine of ten
-requests do. The fixed fleet knows the day beforehand and is the smallest that does; the planner knows nothing of it.
+requests do. The fixed fleet knows the day beforehand and is the smallest that does; the planner knows nothing of it, and
+begins at midnight with half as many workers.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def table(result: dict[str, Any]) -> str:
         )
     ours = result["rows"][-1]
     if best is not None:
-        saved = 1 - ours["worker_hours"] / best["worker_hours"]
+        saved, beyond = (1 - ours["worker_hours"] / row["worker_hours"] for row in (best, result["rows"][0]))
         lines += [
             "",
-            f"The planner's fleet: {saved:.0%} fewer worker hours than the smallest fixed fleet that meets the targets.",
+            f"The planner's fleet: {saved:.0%} fewer worker hours than the smallest fixed fleet that meets the targets "
+            f"({beyond:.0%} fewer than the one in the first row), with {ours['starts']} starts and {ours['drains']} drains.",
         ]
-        lines += [f"It took {ours['starts']} starts and {ours['drains']} drains."]
     return "\n".join(lines)
 
 
