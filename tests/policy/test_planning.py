@@ -184,6 +184,13 @@ def test_one_that_takes_long_to_start_is_waited_for() -> None:
         assert planner.plan([Seen("a", state="starting")], now_s=now_s, local=NOON).actions == []
 
 
+def test_nothing_is_drained_while_others_start() -> None:
+    planner = Planner(TARGETS, Limits(1, 8), DELAYS)
+    for now_s in range(0, 1200, 10):
+        seen = [Seen("a"), Seen("b"), Seen("c", state="starting")]
+        assert planner.plan(seen, now_s=now_s, local=NOON).actions == []
+
+
 def test_one_that_never_comes_back_is_replaced() -> None:
     planner = Planner(TARGETS, Limits(1, 8), DELAYS)
     actions: list[Action] = []

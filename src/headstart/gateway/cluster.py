@@ -182,8 +182,12 @@ class Cluster:
             self._given.add(url)
 
     def _all_ready(self) -> bool:
+        """Say whether all workers that were started and are not to end are ready."""
+        draining = self._looking.draining if self._looking is not None else frozenset()
+        staying = [one for one in self._launcher.workers() if one.state != "stopping" and one.name not in draining]
         with suppress(HeadstartError):
-            return len([one for one in self._router.workers() if one["state"] == "ready"]) >= len(self._file.specs())
+            ready = {one["url"] for one in self._router.workers() if one["state"] == "ready"}
+            return bool(staying) and {one.url for one in staying} <= ready
         return False
 
     def _planner(self) -> Looking | None:

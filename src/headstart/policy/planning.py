@@ -270,7 +270,7 @@ class Planner:
         if state.queued_s is not None and now_s - state.queued_s >= self._delays.start_s / 2 and not coming:
             needed = max(needed, have + max(1, len(ready) // 4))
         enough = max(enough, needed, 1)
-        self._settle(state, have, enough, now_s)
+        self._settle(state, have if not coming else 0, enough, now_s)
         return Need(role, len(ready), coming, max(1, needed), enough, per_s, expected, strain, able, wait_s)
 
     def _smoothed(self, state: _Role, strain: float | None, now_s: float) -> float | None:
@@ -281,7 +281,8 @@ class Planner:
         return state.strain + (1 - math.exp(-passed_s / _SMOOTH_S)) * (strain - state.strain)
 
     def _settle(self, state: _Role, have: int, enough: int, now_s: float) -> None:
-        """Note for how long fewer workers would have done, and the most that they would have had to be."""
+        """Note for how long fewer workers would have done, and the most that they would have had to be. While some are coming
+        that is not said of any (`have` is 0): nothing is known yet of what the fleet does with them."""
         if enough >= have:
             state.more_since_s = None
         elif state.more_since_s is None:
