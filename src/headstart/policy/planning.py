@@ -372,7 +372,7 @@ class Planner:
             actions.append(Action("drain", role, worker.name, f"no more than {most} are wanted at this hour"))
         for role, need in needs.items():
             state = self._roles[role]
-            if need.coming or state.more_since_s is None or now_s - state.more_since_s < self._delays.settle_s:
+            if state.more_since_s is None or now_s - state.more_since_s < self._delays.settle_s:
                 continue
             for _ in range(max(1, (have[role] - state.enough) // 2)):
                 worker = self._least_worth([one for one in groups[role] if one.name not in gone])
