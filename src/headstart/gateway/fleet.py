@@ -21,13 +21,14 @@ import httpx
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ConfigError, MissingExtra, RequestError
 from headstart.gateway.asking import Unwell, ask
+from headstart.gateway.connections import PerWorker
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
 from headstart.gateway.worker import Address, Report, Role, Worker
 from headstart.policy.routing.router import Routing
 
 log = logging.getLogger("headstart")
-_CLIENT_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=4.0)
+_LET_GO_S = 0.1
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
@@ -50,8 +51,9 @@ class Fleet:
         self.headers = dict(headers or {})
         self.changed = asyncio.Event()  # set, and replaced, whenever a worker may take what it could not before
         self.clock = clock
+        self._connections = PerWorker()
         self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=max(1.0, dead_after_s / 2)), limits=_CLIENT_LIMITS, trust_env=False
+            timeout=httpx.Timeout(None, connect=max(1.0, dead_after_s / 2)), transport=self._connections, trust_env=False
         )
         self.client.headers.clear()  # only what is passed on
         self.follower: Follower | None = None
@@ -60,12 +62,13 @@ class Fleet:
         self._poll_s = poll_s
         self._dead_after_s = dead_after_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._no_events = False
         self._numbers = 0
 
     async def close(self) -> None:
         """Ask nobody any more. Twice is fine."""
-        tasks, self._tasks = list(self._tasks.values()), {}
+        tasks, self._tasks = [*self._tasks.values(), *self._closing], {}
         for task in tasks:
             task.cancel()
         if tasks:
@@ -104,7 +107,17 @@ class Fleet:
         if (task := self._tasks.pop(worker.id, None)) is not None:
             task.cancel()
         self._lose(worker, "it was removed")
+        closing = asyncio.get_running_loop().create_task(self._disconnect(worker))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
         log.info("worker %s removed", worker.id)
+
+    async def _disconnect(self, worker: Worker) -> None:
+        """Close what is kept of a worker that was removed, once its requests have let go, unless it came back meanwhile."""
+        while worker.flights:
+            await asyncio.sleep(_LET_GO_S)
+        if worker.id not in self.workers:
+            await self._connections.forget(worker.address.url)
 
     async def drain(self, worker: Worker, timeout_s: float | None = None) -> None:
         """Give it nothing more and return when its requests have ended, or after `timeout_s`; then remove it."""

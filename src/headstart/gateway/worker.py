@@ -174,6 +174,7 @@ class Worker:
     address: Address
     role: Role
     number: int
+    id: str = field(init=False)
     alive: bool = False
     draining: bool = False
     wanted: Role | None = None  # which it is to be told
@@ -192,9 +193,8 @@ class Worker:
     measured: Measured = field(default_factory=Measured)
     resting: BackingOff = field(default_factory=lambda: BackingOff(_FAILURES, 1.0, 30.0))
 
-    @property
-    def id(self) -> str:
-        return self.address.id
+    def __post_init__(self) -> None:
+        self.id = self.address.id
 
     def state(self, now_s: float) -> State:
         """Return how it is; `draining` only while it could be asked still."""
