@@ -58,7 +58,7 @@ class Translator:
     def __init__(self, root: Callable[[str | None], bytes], *, most: int) -> None:
         self._root = root
         self._most = most
-        self._places: OrderedDict[Hash, tuple[bytes, tuple[int, ...], bytes | None]] = OrderedDict()
+        self._places: OrderedDict[Hash, tuple[bytes, tuple[int, ...], tuple[bytes, ...]]] = OrderedDict()
 
     def stored(self, event: BlockStored) -> list[bytes]:
         """Return our keys of what is whole with these blocks; none where it is not known what they follow."""
@@ -80,7 +80,7 @@ class Translator:
             new: list[bytes] = list(chain(key, token_bytes(tokens[:whole])))
             key, rest = (new[-1] if new else key), tokens[whole:]
             found += new
-            self._places[name] = key, rest, new[-1] if new else None
+            self._places[name] = key, rest, tuple(new)
             self._places.move_to_end(name)
         while len(self._places) > self._most:
             self._places.popitem(last=False)
@@ -88,7 +88,7 @@ class Translator:
 
     def removed(self, event: BlockRemoved) -> list[bytes]:
         """Return our keys that are no longer whole: those which these blocks ended."""
-        return [place[2] for name in event.block_hashes if (place := self._places.pop(name, None)) and place[2] is not None]
+        return [key for name in event.block_hashes if (place := self._places.pop(name, None)) for key in place[2]]
 
     def cleared(self) -> None:
         """Everything is gone."""
