@@ -74,6 +74,60 @@ def test_a_generation_in_doubt_is_never_followed_by_one_of_the_same_name(faulty:
     assert other.found([1, 2]) == {1, 2}
 
 
+def test_an_object_whose_put_was_in_doubt_goes_while_its_writer_lives(
+    faulty: Machine, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.save(0)
+    bucket, hangs = faulty.bucket, OSError(errno.ETIMEDOUT, "the service does not answer in time")
+    assert isinstance(bucket, FaultyBucket)
+    bucket.faults["put"], bucket.late = hangs, True
+
+    def no_delete(keys: Any) -> None:
+        raise hangs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "delete", no_delete)
+        assert faulty.save(1) == "error"
+    bucket.faults.clear()
+    assert len([one for page in obstore.list(store, "segments") for one in page]) == 2
+    for _ in range(13):
+        faulty.wait(50)
+    assert len([one for page in obstore.list(store, "segments") for one in page]) == 1
+    assert faulty.found([0]) == {0}
+
+
+def test_a_journal_that_lost_its_beginning_is_removed_and_its_extents_are_not_lost(machine: Make, store: Any) -> None:
+    """Whoever removed it died over it, or its writer added to it meanwhile. The writer itself is gone."""
+    a = machine()
+    a.save(1)
+    a.tier._store.touch([a.extent(1)])
+    a.tier._store.flush()
+    obstore.delete(store, f"journals/{a.tier._store.journal.writer.hex()}-00000000.log/{0:016x}")
+    assert [one for page in obstore.list(store, "journals") for one in page]
+    a.tier._closed = True  # as if it had been killed
+    b = machine(collects=True)
+    for _ in range(8):
+        b.wait(100)
+    assert b.counter("journals_unreadable") == 0
+    assert not [one for page in obstore.list(store, "journals/" + a.tier._store.journal.writer.hex()) for one in page]
+    assert b.found([1]) == {1}
+
+
+def test_a_service_that_passes_over_conditions_elects_nobody(machine: Make, store: Any) -> None:
+    class Careless(FaultyBucket):
+        def _put(self, key: str, data: Any, **how: Any) -> None:
+            super()._put(key, data, **{name: value for name, value in how.items() if name != "mode"})
+
+    crowd = [machine(bucket=Careless(store)) for _ in range(2)]
+    for _ in range(3):
+        for one in crowd:
+            one.wait(100)
+    assert [one.tier.collects for one in crowd] == [False, False]
+    assert crowd[0].save(1) == "written"
+    crowd[1].wait(1)
+    assert crowd[1].found([1]) == {1}
+
+
 def test_a_service_that_is_silent_costs_misses_and_is_used_again(faulty: Machine) -> None:
     faulty.save(1)
     assert faulty.reads(1)

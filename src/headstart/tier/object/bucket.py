@@ -28,6 +28,7 @@ _DELETE_PAGE = 1000
 _CONNECT_S = 3.0
 _SLOWEST_BYTES_S = 1 << 20  # a part that goes slower than that has failed
 _MOST_RETRIES = 4
+_TRIED = "condition"  # an object that is put only to see whether a service lets nobody put it again
 _STATUS = re.compile(r"status code: (\d{3})")
 _TIMES_OUT = re.compile(r"timed ?out|deadline", re.IGNORECASE)
 
@@ -41,6 +42,7 @@ class Bucket:
         self._objects = objects
         self.counters = counters
         self._readers = ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="object-journals")
+        self._minds_conditions: bool | None = None  # whether the service does; None: it was not tried
 
     @classmethod
     def open(cls, url: str, *, counters: Counters, answer_s: float) -> Bucket:
@@ -69,7 +71,23 @@ class Bucket:
         self._put(key, parts, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE, use_multipart=True)
 
     def create(self, key: str, data: bytes) -> None:
-        """Put a small object where there is none: of all who try, one succeeds. Raises FileExistsError for the others."""
+        """Put a small object where there is none: of all who try, one succeeds. Raises FileExistsError for the others, and
+        ENOTSUP where all would succeed: some services pass over a condition that they do not know, so that is tried first."""
+        if self._minds_conditions is None:
+            self._minds_conditions = self._refuses_a_second(f"{key.rpartition('/')[0]}/{_TRIED}")
+        if not self._minds_conditions:
+            raise OSError(errno.ENOTSUP, "the service has no conditional puts", key)
+        self._create(key, data)
+
+    def _refuses_a_second(self, key: str) -> bool:
+        for _ in range(2):  # of which at least the second one finds the first
+            try:
+                self._create(key, b"tried: only the first put may succeed")
+            except FileExistsError:
+                return True
+        return False
+
+    def _create(self, key: str, data: bytes) -> None:
         self._count("put", sent=len(data))
         self._put(key, data, mode="create")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,11 @@ class ObjectCollector(Collector):
     _said = False
     _adopt_until = 0.0
 
+    @property
+    def _objects_store(self) -> ObjectStore:
+        assert isinstance(self._store, ObjectStore)
+        return self._store
+
     def _elected(self) -> bool:
         try:
             return super()._elected()
@@ -64,8 +70,7 @@ class ObjectCollector(Collector):
 
     def _end_unexplained(self, path: Path) -> None:
         """A segment that no journal speaks of is whole, as it was put: it is taken up again, unless it is no segment."""
-        store = self._store
-        assert isinstance(store, ObjectStore)
+        store = self._objects_store
         if path.suffix == ".seg":
             if store.clock() > self._adopt_until:
                 self._list_due = store.clock()  # the others next time, so that nobody waits for long
@@ -73,6 +78,20 @@ class ObjectCollector(Collector):
             if store.adopt(path):
                 return
         super()._end_unexplained(path)
+
+    def _unreadable(self) -> Sequence[Path]:
+        return self._objects_store.objects.headless_journals()
+
+    def _unlink(self, segments: Sequence[Segment]) -> None:
+        """Delete them with a request for a thousand: whoever follows waits for it."""
+        store = self._objects_store
+        try:
+            store.objects.delete_segments([store.directory.segment_path(segment.name) for segment in segments])
+        except OSError:
+            store.counters.add("unlink_failed")
+            return
+        store.forget(segments)
+        store.counters.add("segments_collected", len(segments))
 
     def _choose(self, weighed: Weighed, needed_bytes: int) -> tuple[list[Segment], Emptying | None]:
         segments = [self._store.books.numbered(int(number)) for number in np.unique(weighed.segments)]

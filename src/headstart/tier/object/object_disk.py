@@ -29,6 +29,7 @@ from headstart.tier.object.bucket import Bucket, scatter
 from headstart.tier.object.whole import Whole
 
 WHOLE_BYTES = 256 << 20  # of objects that were fetched whole, held at once
+_LISTING_KEPT_S = 120.0  # of all segments, for as long as something may be held against it
 _JOURNALS, _SEGMENTS, _TERMS = "journals", "segments", "terms"
 _FOLDERS = (_JOURNALS, _SEGMENTS, _TERMS)
 _PART = re.compile(r"journals/([^/]+\.log)/([0-9a-f]{16})")
@@ -37,13 +38,15 @@ _PART = re.compile(r"journals/([^/]+\.log)/([0-9a-f]{16})")
 @dataclass(slots=True)
 class _File:
     """An open file. `data`: of a small one, whole, as this process reads or writes it; None for others. `parts`: of a journal,
-    offset and size of each object, without gaps from 0 on; `appended`: what the next `sync` puts. `size`: of a segment, as far
-    as journals say. `put`: it stands in the bucket. `doubtful`: whether its last object was put is not known."""
+    offset and size of each object, without gaps from 0 on; `appended`: what the next `sync` puts; `begun`: offset and bytes of
+    the object that was read last, where more of it is to be read. `size`: of a segment, as far as journals say. `put`: it
+    stands in the bucket. `doubtful`: whether its last object was put is not known."""
 
     path: Path
     data: bytearray | None = None
     parts: list[tuple[int, int]] = field(default_factory=list)
     appended: bytearray = field(default_factory=bytearray)
+    begun: tuple[int, memoryview] | None = None
     size: int | None = None
     put: bool = True
     doubtful: bool = False
@@ -67,6 +70,8 @@ class ObjectDisk:
         self._journals: dict[str, list[tuple[int, int]]] = {}  # as last listed
         self._segments: dict[str, int] = {}
         self._shards: dict[str, list[str]] = {}
+        self._listed_at = 0.0  # those two
+        self._headless: list[str] = []
 
     # What a pool does beside reading and writing files.
 
@@ -77,6 +82,16 @@ class ObjectDisk:
     def get_segment(self, path: Path) -> memoryview:
         """Return a segment whole. Raises OSError."""
         return self.bucket.get(self._key(path))
+
+    def delete_segments(self, paths: Sequence[Path]) -> None:
+        """Delete segments, a thousand with one request; those that are not there are fine. Raises OSError."""
+        self.bucket.delete([self._key(path) for path in paths])
+
+    def headless_journals(self) -> list[Path]:
+        """Return the journals that lack their first part, as last listed: whoever removed them died over it, or something was
+        added meanwhile. Nobody can read them, so they are none."""
+        with self._lock:
+            return [self._root / _JOURNALS / name for name in self._headless]
 
     def forget_segment(self, path: Path) -> None:
         """Read a segment anew, whatever of it is in memory."""
@@ -119,16 +134,13 @@ class ObjectDisk:
             scatter(memoryview(bytes(file.data[offset : offset + wanted])), buffers, key=file.path.name)
             return wanted
         touched = [(at, size) for at, size in file.parts if at < offset + wanted and at + size > offset]
-        begun = time.monotonic()
-        found = self.bucket.get_all([self._part_key(file.path, at) for at, _ in touched])
-        if len(found) == 1:
-            self.fetching.note(len(found[0]), time.monotonic() - begun)
-        for (at, size), data in zip(touched, found, strict=True):
-            if len(data) != size:
+        found = self._parts(file, [at for at, _ in touched])
+        for at, size in touched:
+            if len(found[at]) != size:
                 raise StoreError(f"an object of journal {file.path.name} is not as long as listed", reason="short-read", at=at)
-        joined = b"".join(found)
-        start = offset - touched[0][0] if touched else 0
-        scatter(memoryview(joined)[start : start + wanted], buffers, key=file.path.name)
+        asked = b"".join(found[at][max(0, offset - at) : offset + wanted - at] for at, _ in touched)
+        scatter(memoryview(asked), buffers, key=file.path.name)
+        file.begun = next(((at, found[at]) for at, size in touched if at + size > offset + wanted), None)
         return wanted
 
     def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:
@@ -244,6 +256,16 @@ class ObjectDisk:
     def space(self, path: Path) -> Space:
         raise OSError(errno.ENOTSUP, "a bucket has no size", str(path))
 
+    def _parts(self, file: _File, offsets: Sequence[int]) -> dict[int, memoryview]:
+        """Return objects of a journal by their offsets. Journals are read in steps: none is fetched once for each."""
+        found = dict([file.begun] if file.begun is not None else [])
+        missing = [at for at in offsets if at not in found]
+        begun = time.monotonic()
+        found |= zip(missing, self.bucket.get_all([self._part_key(file.path, at) for at in missing]), strict=True)
+        if len(missing) == 1:
+            self.fetching.note(len(found[missing[0]]), time.monotonic() - begun)
+        return found
+
     def _read_segment(self, file: _File, buffers: Sequence[memoryview], offset: int, wanted: int) -> int:
         key, size = self._key(file.path), file.size or 0
         if wanted < size <= self.fetching.whole_bytes:
@@ -269,8 +291,14 @@ class ObjectDisk:
         for key, size in self.bucket.sizes(_JOURNALS):
             if found := _PART.fullmatch(key):
                 listed.setdefault(found[1], []).append((int(found[2], 16), size))
+        headless = [name for name, parts in listed.items() if min(parts)[0]]
+        for name in headless:
+            del listed[name]
+        self._whole.let_go()
         with self._lock:
-            self._journals = listed
+            self._journals, self._headless = listed, headless
+            if time.monotonic() - self._listed_at > _LISTING_KEPT_S:
+                self._segments, self._shards = {}, {}
         return [Entry(name, False) for name in sorted(listed)]
 
     def _list_segments(self) -> list[Entry]:
@@ -280,7 +308,7 @@ class ObjectDisk:
             folder, _, one = key.rpartition("/")
             shards.setdefault(folder, []).append(one)
         with self._lock:
-            self._segments, self._shards = listed, shards
+            self._segments, self._shards, self._listed_at = listed, shards, time.monotonic()
         return [Entry(folder.rpartition("/")[2], True) for folder in sorted(shards)]
 
     def _is_folder(self, path: Path) -> bool:

@@ -36,7 +36,9 @@ from headstart.tier.object.segments import ObjectSegments
 from headstart.tier.pool.store import Attempt, PoolStore
 
 _UNSAID_SHARE = 128
-MOST_APPENDS = 128  # objects of a journal: whoever follows lists them all, a thousand a request
+# Objects of a journal: whoever follows lists them all, a thousand a request. The larger it is, the more of them there may be.
+LEAST_APPENDS, MOST_APPENDS = 128, 768
+_SNAPSHOT_BYTES = 32 << 10
 
 
 class ObjectStore(PoolStore):
@@ -153,7 +155,9 @@ class ObjectStore(PoolStore):
         self.counters.add("registered_again")
 
     def _has_grown(self) -> bool:
-        return self._appends >= MOST_APPENDS or super()._has_grown()
+        """A long journal is written anew, and read anew by all others, less often."""
+        most = min(max(LEAST_APPENDS, self.books.snapshot_bytes() // _SNAPSHOT_BYTES), MOST_APPENDS)
+        return self._appends >= most or super()._has_grown()
 
     def _files_of(self, disk: Disk, directory: Directory) -> SegmentFiles:
         assert isinstance(disk, ObjectDisk)

@@ -30,8 +30,8 @@ class Whole:
     def get(self, key: str, nbytes: int, fetch: Callable[[], memoryview], *, wanted: int) -> memoryview | None:
         """Return an object of `nbytes`, fetched by whoever asks first, for so many of its bytes that are `wanted`; None where
         there is no room for it. Raises what `fetch` raises, to all who wait for it."""
+        self.let_go()
         with self._lock:
-            self._let_go()
             held, mine = self._held.get(key), False
             if held is None:
                 if self._held_bytes + nbytes > self._most_bytes:
@@ -57,10 +57,12 @@ class Whole:
         with self._lock:
             self._drop(key)
 
-    def _let_go(self) -> None:
-        since = self._clock() - _KEPT_S
-        for key in [key for key, held in self._held.items() if held.used_at < since and held.future.done()]:
-            self._drop(key)
+    def let_go(self) -> None:
+        """Forget what nobody asked for within seconds."""
+        with self._lock:
+            since = self._clock() - _KEPT_S
+            for key in [key for key, held in self._held.items() if held.used_at < since and held.future.done()]:
+                self._drop(key)
 
     def _drop(self, key: str) -> None:
         held = self._held.pop(key, None)

@@ -252,9 +252,12 @@ class Collector:
         due = [s for s in dead if now - self._dead_since[s.name] >= store.timing.grace_s]
         if due and not self._elected():
             return  # it took long since this process last looked
-        for segment in due:
-            if unlink(store, segment):
-                store.counters.add("segments_collected")
+        self._unlink(due)
+
+    def _unlink(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            if unlink(self._store, segment):
+                self._store.counters.add("segments_collected")
 
     # What dead writers left.
 
@@ -268,7 +271,11 @@ class Collector:
             known = {s.name for s in store.books.segments.values() if s.opened}
         strange = [store.directory.segment_path(n) for n in listing.segments - known if n.writer not in listing.journals]
         old = [store.directory.journal_path(w, g) for w, all_of in listing.journals.items() for g in all_of[:-1]]
-        self._unlink_after(strange + old + listing.temporary)
+        self._unlink_after([*strange, *old, *listing.temporary, *self._unreadable()])
+
+    def _unreadable(self) -> Sequence[Path]:
+        """Return files that were something once and can never be read again."""
+        return ()
 
     def _is_dead(self, writer: bytes) -> bool:
         silent_s, timing = self._store.writers.silent_s(writer), self._store.timing

@@ -182,7 +182,7 @@ class PoolReading:
         store, now = self._store, self._store.clock()
         if now - self._missing.setdefault(segment.number, now) > 2 * store.timing.visible_s:
             del self._missing[segment.number]
-            store.lost(segment)
+            store.lost([segment])
 
     def _require_time(self, held: _Held, extent: ExtentId) -> None:
         if self._store.clock() > held.deadline:

@@ -6,10 +6,12 @@ last look is all it can miss: together they pass the capacity by at most one seg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headstart.block.representation import Representation
+from headstart.tier.disk.records import SegmentName
 from headstart.tier.disk.segment import ALIGNMENT, segment_capacity
 from headstart.tier.disk.table import Segment
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 _SILENT_BEATS = 12  # a writer that has said nothing for so long adds nothing either
 _MOST_SHARE = 8
+_LOOKS = 32
 
 
 class Room:
@@ -27,6 +30,7 @@ class Room:
         self._store = store
         self._window_ends = float("-inf")
         self._left_bytes = 0  # what may be begun until then, the last one whole
+        self._dead_since: dict[SegmentName, float] = {}  # when it was first seen that nothing lives in them any more
 
     def taken_bytes(self) -> int:
         """Return what all files take."""
@@ -66,17 +70,29 @@ class Room:
     def _segments(self) -> list[Segment]:
         return [s for s in self._store.books.segments.values() if s.opened and not s.gone]
 
+    def note_dead(self, segments: Sequence[Segment], *, long_ago: bool = False) -> None:
+        """Note in which sealed segments nothing lives now; `long_ago`: since when is not known. The store's lock is held."""
+        since = float("-inf") if long_ago else self._store.clock()
+        self._dead_since = {segment.name: self._dead_since.get(segment.name, since) for segment in segments}
+
     def _forget_removed(self) -> None:
-        """Look whether segments in which nothing lives are gone: nobody says so."""
-        store = self._store
+        """Look whether segments in which nothing lives are gone: nobody says so. Only where the grace is over, the first ones
+        first, some at once: where a look is a request, there are too many to ask for all of them at each write."""
+        store, now, gone = self._store, self._store.clock(), list[Segment]()
         with store.lock:
             dead = [s for s in self._segments() if s.sealed and not s.rows]
-        for segment in dead:
-            with suppress(OSError):
+            self.note_dead(dead)
+            due = [s for s in dead if now - self._dead_since[s.name] >= store.timing.grace_s]
+            due = sorted(due, key=lambda s: self._dead_since[s.name])[:_LOOKS]
+        with suppress(OSError):
+            for segment in due:
                 try:
                     store.disk.stat(store.directory.segment_path(segment.name))
                 except FileNotFoundError:
-                    store.lost(segment)
+                    gone.append(segment)
+                else:
+                    self._dead_since[segment.name] = now - store.timing.grace_s + store.timing.collect_s
+            store.lost(gone)
 
 
 def pool_segment_capacity(representation: Representation, *, capacity_bytes: int) -> int:

@@ -179,21 +179,22 @@ class PoolStore:
             try:
                 said = self.writers.look(own=b"" if self._journal is None else self._journal.writer, loading=loading)
             except Missed as missed:
-                self._take_over(missed.said)
+                self._take_over(missed.said, loading=loading)
                 raise
-            self._take_over(said)
+            self._take_over(said, loading=loading)
             self.followed_at = begun
             return True
         finally:
             self._following.release()
 
-    def _take_over(self, said: Sequence[tuple[bytes, Sequence[Loaded]]]) -> None:
+    def _take_over(self, said: Sequence[tuple[bytes, Sequence[Loaded]]], *, loading: bool) -> None:
         if not said:
             return
         with self.lock:
             for _, records in said:
                 self.books.apply(records, own=False, now_ms=self.now_ms())
             done = [s for s in self.books.segments.values() if s.sealed and not s.rows and not s.gone]
+            self.room.note_dead(done, long_ago=loading)
         for segment in done:
             self.files.discard(segment)  # else its bytes are kept for as long as it is open here
 
@@ -350,7 +351,7 @@ class PoolStore:
             self.renew()
         if self.clock() >= self._list_due:
             self._list_due = self.clock() + self.timing.list_s
-            self.forget_missing()
+            self._remove_unsaid(self.forget_missing())
 
     def _has_grown(self) -> bool:
         """Whether the own journal is worth beginning anew. The lock is held."""
@@ -398,29 +399,53 @@ class PoolStore:
         self.journal.append(records, sync=True)
         self._said_at = self.clock()
 
-    def forget_missing(self) -> None:
-        """Forget what lay in files that are no more; whoever removed one need not have been able to tell. Raises OSError."""
+    def forget_missing(self) -> set[SegmentName]:
+        """Forget what lay in files that are no more; whoever removed one need not have been able to tell. Return which are
+        there. Raises OSError."""
+        with self.lock:
+            known = [s for s in self.books.segments.values() if s.opened and s.sealed and not s.gone]
         there = self.directory.list_segments()
-        with self.lock:
-            known = [s for s in self.books.segments.values() if s.opened and not s.gone and s.name not in there]
-        mine = list(self.appending.values())
-        for segment in known:
-            try:
-                if segment not in mine and segment.sealed:
-                    self.disk.stat(self.directory.segment_path(segment.name))  # a folder may be read late as well
-            except FileNotFoundError:
-                self.lost(segment)
+        # A folder may be read late as well; where nothing lives in a file that costs nothing.
+        gone = [s for s in known if s.name not in there and (not s.rows or self._is_missing(s))]
+        self.lost(gone)
+        return there
 
-    def lost(self, segment: Segment) -> None:
-        """A segment's file is not there: what was in it is forgotten, unless the whole pool is not there. Raises OSError."""
-        if not self.is_there():
-            return
+    def lost(self, segments: Sequence[Segment]) -> None:
+        """The files of segments are not there: what was in them is forgotten, unless the whole pool is not there. Raises
+        OSError."""
+        if segments and self.is_there():
+            self.counters.add("segments_lost", self.forget(segments))
+
+    def forget(self, segments: Sequence[Segment]) -> int:
+        """Forget what lay in segments whose files are gone; returns how many had not been forgotten yet."""
+        forgotten = 0
+        for segment in segments:
+            with self.lock:  # not for all at once: lookups wait for it
+                if segment.gone:
+                    continue
+                self.books.forget_segment(segment)
+            self.files.discard(segment)
+            forgotten += 1
+        return forgotten
+
+    def _is_missing(self, segment: Segment) -> bool:
+        try:
+            self.disk.stat(self.directory.segment_path(segment.name))
+        except FileNotFoundError:
+            return True
+        return False
+
+    def _remove_unsaid(self, there: set[SegmentName]) -> None:
+        """Remove files of the own name that were never spoken of: a write failed, and so did taking it back, or it came late.
+        In turn. Raises OSError."""
         with self.lock:
-            if segment.gone:
-                return
-            self.books.forget_segment(segment)
-        self.files.discard(segment)
-        self.counters.add("segments_lost")
+            unsaid = [name for name in there if name.writer == self.writer and name not in self.books.segments]
+        if not unsaid or self.journal.lost:  # then the collector sees to them
+            return
+        for name in unsaid:
+            with suppress(FileNotFoundError):
+                self.disk.unlink(self.directory.segment_path(name))
+        self.counters.add("litter_removed", len(unsaid))
 
     def close(self, timeout_s: float = _TURN_S) -> None:
         """Say what is still to say."""
