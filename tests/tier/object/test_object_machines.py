@@ -222,6 +222,17 @@ def test_of_runs_that_do_not_all_fit_those_before_the_first_refused_one_are_told
     assert [outcome.stored for outcome in told] == [True] * (len(told) - 1) + [False]
 
 
+def test_a_refusal_is_told_whichever_run_it_met_first(machine: Make) -> None:
+    """What is told of none is tried again and again."""
+    a = machine(capacity_bytes=1 << 20)
+    for seed in range(100, 140):
+        a.save(seed)
+    long, other = pool_kit.prompt(6, seed=1), pool_kit.prompt(4, seed=2)
+    images = [long.image(3, 3), other.image(), long.image(0, 3)]  # as moving gives them: tails first
+    told = a.tier.write_all(images, TINY, terms=[Terms()] * len(images))
+    assert [outcome.reason for outcome in told] == ["full"]
+
+
 def test_the_index_is_rebuilt_from_the_objects_where_journals_are_gone(machine: Make, store: Any) -> None:
     a = machine()
     for seed in range(3):

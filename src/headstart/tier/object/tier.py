@@ -110,6 +110,7 @@ class ObjectTier(PoolTier):
         of."""
         headers = [decode_header(image, representation) for image in images]
         outcomes: list[WriteOutcome | None] = [None] * len(images)
+        outcome = WriteOutcome(stored=True, reason="present")
         for group in groups_of(images, headers, terms, most_bytes=self.max_extent_bytes(representation)):
             image = images[group[0]]
             if len(group) > 1:
@@ -122,8 +123,9 @@ class ObjectTier(PoolTier):
             if len(group) > 1 and outcome.reason == "written":
                 self._counters.add("joined_extents", len(group))
                 self._counters.add("joined_bytes", image.nbytes)
-        told = list(takewhile(lambda one: one is not None and one.stored, outcomes))
-        return [one for one in outcomes[: len(told) + 1] if one is not None]
+        stored = [one for one in takewhile(lambda one: one is not None and one.stored, outcomes) if one is not None]
+        # One that was not tried is not there either, for the reason that stopped those before it, wherever they stood.
+        return stored if len(stored) == len(images) else [*stored, outcome]
 
     def close(self) -> None:
         super().close()
