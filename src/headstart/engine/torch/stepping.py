@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from functools import partial
 
+from headstart.engine.base import KVSink
 from headstart.engine.serving.boundaries import Boundaries
 from headstart.engine.serving.ending import Endings
 from headstart.engine.serving.roster import Roster
@@ -14,8 +16,7 @@ from headstart.engine.serving.scheduler import Work
 from headstart.engine.serving.stepping import Steps
 from headstart.engine.torch import deterministic
 from headstart.engine.torch.attention import Step
-from headstart.engine.torch.branches import BranchKV
-from headstart.engine.torch.kv_memory import DeviceKV, HostKV, KVMemory
+from headstart.engine.torch.kv_memory import DeviceKV, KVMemory
 from headstart.engine.torch.loading import Loads
 from headstart.engine.torch.meeting import Meeting
 from headstart.engine.torch.model import Model
@@ -24,6 +25,8 @@ from headstart.engine.torch.sampler import choose
 from headstart.engine.torch.sequence import Sequence
 from headstart.errors import LoadFailed
 from headstart.metrics import Counters
+
+_log = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.02  # how long a step waits for a layer before it looks whether other work has come
 
@@ -111,7 +114,7 @@ class Stepper(Steps[Sequence]):
         if isinstance(load, PrefixLoad):  # every layer of it was waited for, so all of it is good
             self._loads.adopt(item.sequence, load.outcome())
         before = super()._advance(item)
-        self._hand_over(item)
+        self._hand_over(item.sequence, layers=len(self._memory.shape.layers), tokens=item.sequence.computed)
         return before
 
     def _before_layer(self, work: Several[Work[Sequence]], layer: int) -> None:
@@ -123,19 +126,29 @@ class Stepper(Steps[Sequence]):
         for item in work:
             if isinstance(item.sequence.load, PrefixLoad):
                 self._wait(item.sequence, partial(item.sequence.load.wait, layer))
-            if item.sequence.request.sink is not None and isinstance(item.sequence.kv, HostKV | BranchKV):
-                place = self._memory.shape.place(layer)
-                item.sequence.request.sink.computed(item.sequence.kv, layers=place, tokens=self._reached(item))
+            if item.sequence.request.sink is not None:
+                self._hand_over(item.sequence, layers=self._memory.shape.place(layer), tokens=self._reached(item))
 
-    def _hand_over(self, item: Work[Sequence]) -> None:
-        """Say that every layer of what the pass computed is there. What lies on a device is copied to the host first; where
-        there is no memory for that now, it goes with the next pass, or not at all."""
-        kv, sink = item.sequence.kv, item.sequence.request.sink
-        layers, tokens = len(self._memory.shape.layers), item.sequence.computed
+    def _hand_over(self, sequence: Sequence, *, layers: int, tokens: int) -> None:
+        """Tell who asked for it that so many layers of so many tokens are there; a receiver that fails ends its own request."""
+        sink, kv = sequence.request.sink, sequence.kv
         if sink is None or kv is None:
             return
-        if not isinstance(kv, DeviceKV):
-            sink.computed(kv, layers=layers, tokens=tokens)
+        try:
+            if isinstance(kv, DeviceKV):
+                self._hand_down(sink, kv, layers=layers, tokens=tokens)
+            else:
+                sink.computed(kv, layers=layers, tokens=tokens)
+        except Exception:  # noqa: BLE001 - the edge to whoever asked
+            self._counters.add("callback_faults")
+            _log.exception("the receiver of the KV of request %s failed; the request is ended", sequence.request.id)
+            sequence.aborted = True
+            self._roster.wake.set()
+
+    def _hand_down(self, sink: KVSink, kv: DeviceKV, *, layers: int, tokens: int) -> None:
+        """Copy from the device to the host what a pass has computed, once it is over, and tell of that. Where there is no
+        memory for it now, it goes with the next pass, or not at all."""
+        if layers < len(self._memory.shape.layers):
             return
         first = sink.begins_at()
         host = self._memory.allocate_host(tokens - first) if tokens > first else None
