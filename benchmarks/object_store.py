@@ -47,7 +47,8 @@ def run(*, smoke: bool = False) -> dict[str, Any]:
             cases = [_case(server, blocks, nbytes, memory, rounds=rounds) for blocks in (BLOCKS[::2] if smoke else BLOCKS)]
     except s3_server.Forbidden as why:
         return {"skipped": str(why)}
-    where = where_it_ran(Path(tempfile.gettempdir())) | {"server": f"SeaweedFS {s3_server.VERSION}"}
+    where = where_it_ran(Path(tempfile.gettempdir()))
+    where |= {"server": f"SeaweedFS {s3_server.VERSION}", "load": f"{os.getloadavg()[0]:.1f}"}
     return {"where": where, "rounds": rounds, "bytes": nbytes, "cases": cases}
 
 

@@ -312,7 +312,9 @@ class ObjectDisk:
         return [Entry(folder.rpartition("/")[2], True) for folder in sorted(shards)]
 
     def _is_folder(self, path: Path) -> bool:
-        return path == self._root or path.name in _FOLDERS or path.parent.name == _SEGMENTS or path in self._root.parents
+        top = self._root
+        folders = {top, *(top / name for name in _FOLDERS)}
+        return path in folders or path.parent == top / _SEGMENTS or path in top.parents
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._root).as_posix()

@@ -41,7 +41,7 @@ _MOST_SHARE = 8  # of the capacity an extent takes at most such a part
 
 
 class ObjectTier(PoolTier):
-    """Use `ObjectTier.open`. Safe from many threads; any number of processes, anywhere, may have it open."""
+    """Use `ObjectTier.open_bucket`. Safe from many threads; any number of processes, anywhere, may have it open."""
 
     name = "object"
     request_bytes = 4 << 20  # at some 20 ms to the first byte and 100 MB/s a connection, two thirds of the time brings bytes
