@@ -66,8 +66,7 @@ class PrefillServer:
         self._wake = wake
         self._lock = Lock()
         self._closed = False
-        self._sessions: set[Session] = set()
-        self._threads: set[Thread] = set()
+        self._connections: dict[Thread, socket.socket] = {}
         self._listeners: list[socket.socket] = []
         bound = []
         try:
@@ -78,6 +77,8 @@ class PrefillServer:
         except BaseException:
             for listener in self._listeners:
                 listener.close()
+            for at in bound:
+                leave(at)
             raise
         self.addresses = tuple(bound)
         for listener in self._listeners:
@@ -87,17 +88,18 @@ class PrefillServer:
         """Take nobody in any more, and end what is under way. Twice is fine."""
         with self._lock:
             self._closed = True
-            sessions, threads = list(self._sessions), list(self._threads)
+            connections = dict(self._connections)
         for listener in self._listeners:
             with suppress(OSError):  # wakes the thread that waits in it
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for address in self.addresses:
             leave(address)
-        for session in sessions:
-            session.cut()
+        for connected in connections.values():
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
         ends = time.monotonic() + _CLOSE_S
-        for thread in threads:
+        for thread in connections:
             thread.join(max(0.0, ends - time.monotonic()))
 
     def _take_in(self, listener: socket.socket) -> None:
@@ -110,26 +112,23 @@ class PrefillServer:
                 time.sleep(0.1)  # too many open files, which will be fewer
                 continue
             with self._lock:
-                taken = not self._closed and len(self._threads) < MOST_CONNECTIONS
+                taken = not self._closed and len(self._connections) < MOST_CONNECTIONS
                 if taken:
                     thread = Thread(target=self._serve, args=(connected,), name="handoff-prefill", daemon=True)
-                    self._threads.add(thread)
+                    try:
+                        thread.start()  # waits for the lock before it leaves
+                        self._connections[thread] = connected
+                    except RuntimeError:  # no more threads can be had
+                        taken = False
             if not taken:
                 self._counters.add("handoff_refused_busy")
                 connected.close()
-                continue
-            thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
         try:
             with ExitStack() as stack:
                 session = Session(connected, secret=self._secret, timeout_s=self._timeout_s, listening=True)
                 stack.callback(session.close)
-                with self._lock:
-                    if self._closed:
-                        return
-                    self._sessions.add(session)
-                stack.callback(self._forget, session)
                 self._answer(session, stack)
         except WireError as error:
             self._counters.add(f"handoff_given_up_{error.reason}")
@@ -139,11 +138,7 @@ class PrefillServer:
             _log.exception("handing a prompt over failed unexpectedly")
         finally:
             with self._lock:
-                self._threads.discard(current_thread())
-
-    def _forget(self, session: Session) -> None:
-        with self._lock:
-            self._sessions.discard(session)
+                self._connections.pop(current_thread(), None)
 
     def _answer(self, session: Session, stack: ExitStack) -> None:
         info = self._engine.info
