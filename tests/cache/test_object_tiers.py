@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cache_kit import prompt
 
-from headstart.cache.open import open_cache
+from headstart.cache.open import open_cache, open_object_store
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, load_config, settings
 from headstart.errors import ConfigError
@@ -107,3 +107,14 @@ def test_the_settings_of_an_object_store_have_short_flags_and_hold_no_secret() -
         with pytest.raises(ConfigError) as raised:
             load_config(overrides={"cache.object_store": refused})
         assert "hidden" not in str(raised.value)
+
+
+def test_a_command_beside_the_configured_collector_does_not_collect(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    config = CacheConfig(object_store=f"file://{tmp_path / 'bucket'}", object_collects="yes")
+    for passing in (False, True):
+        tier = open_object_store(config, passing=passing)
+        try:
+            assert tier.collects is not passing
+        finally:
+            tier.close()

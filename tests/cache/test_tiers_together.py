@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from headstart.policy.rule_text import parse_rules
 from headstart.testing.fake_kv import IDENTITY, TINY
 from headstart.testing.faults import Fault, FaultyTier
 from headstart.testing.round_trip import load, save
-from headstart.tier.base import Tier, WriteOutcome
+from headstart.tier.base import Terms, Tier, WriteOutcome
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 from headstart.tier.object import Bucket, ObjectTier
@@ -145,6 +146,27 @@ def test_what_was_copied_before_a_crash_is_only_let_go(cache: PrefixCache, disk:
     until(lambda: disk.statistics().extents == 0)
     assert pool.statistics().counters["bytes_written"] == written
     assert counted(cache, "written_bytes") == 0
+
+
+def test_what_was_promised_is_written_down_before_anything_is_removed(
+    cache: PrefixCache, disk: DiskTier, pool: PoolTier, wall: Wall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed right after a move has shortened no promise: another machine knows of it."""
+    disk.write(prompt(641).image(0, 10), TINY, terms=Terms("agent", keep_s=9 * 24 * HOUR_S))
+    (info,) = disk.scan()
+    seen: list[int] = []
+
+    def another_machine_looks(extents: object, *, reason: str) -> int:
+        other = PoolTier.open(tmp_path / "pool", capacity_bytes=CAPACITY, wall_clock=wall, read_only=True, background=False)
+        seen.extend(one.guaranteed_until_ms for one in other.scan())
+        other.close()
+        return 0
+
+    monkeypatch.setattr(disk, "delete", another_machine_looks)
+    apply(cache, "move to pool")
+    until(lambda: bool(seen))
+    assert len(seen) == 1
+    assert seen[0] >= info.guaranteed_until_ms
 
 
 def test_what_is_pinned_or_read_stays_until_it_is_not(cache: PrefixCache, disk: DiskTier) -> None:
@@ -290,6 +312,25 @@ def test_one_process_at_a_time_moves_out_of_a_directory(disk: DiskTier, pool: Po
         cache._tiering.wake()
         until(lambda: extents(cache) == {"disk": 0, "pool": 1})
     other.close()
+
+
+def test_a_tier_that_lets_nothing_go_is_said_so_once_and_asked_later(
+    cache: PrefixCache, disk: DiskTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses() -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    disk.write(prompt(641).image(0, 10), TINY)
+    monkeypatch.setattr(disk, "moving", refuses)
+    apply(cache, "move to pool")
+    until(lambda: counted(cache, "failed_source") == 1)
+    for _ in range(2):
+        cache._tiering.step(cache._tiering.policy)
+    assert counted(cache, "failed_source") == caplog.text.count("nothing is moved out of the tier 'disk'") == 1
+    monkeypatch.undo()
+    cache._tiering._trouble.clear()  # the while is over
+    cache._tiering.wake()
+    until(lambda: extents(cache) == {"disk": 0, "pool": 1})
 
 
 def test_rules_of_the_configuration_hold_from_the_beginning_and_those_without_effect_are_told(

@@ -80,3 +80,13 @@ def test_a_signal_has_the_file_read_again_at_once(file: Path, monkeypatch: pytes
         follower.look_now()
         eventually(lambda: cache.tiering.rules == 2)
         follower.close()
+
+
+def test_a_file_that_breaks_its_reader_does_not_end_following(cache: PrefixCache, file: Path) -> None:
+    temporary = file.with_suffix(".new")
+    temporary.write_text("a = " + 10_000 * "[")
+    temporary.replace(file)
+    eventually(lambda: refused(cache) == 1)
+    save(file, "write to memory", "when idle > 1h then drop from memory")
+    eventually(lambda: cache.tiering.rules == 2)
+    assert cache.tiering.refused == ""

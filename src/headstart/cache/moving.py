@@ -1,7 +1,7 @@
 """Extents from one tier to another.
 
     bring:   read under a lease ─▶ verify every piece ─▶ written there, for good
-    let_go:  is it there? ─▶ removed here
+    let_go:  is it there? ─▶ its promises written down ─▶ removed here
 
 So at every moment an extent is found in one of the two. Whoever dies between them leaves it in both; it is then found there
 already, and only let go here. Between processes on one directory one at a time moves out of it.
@@ -41,6 +41,15 @@ class BatchedTier(Tier, Protocol):
         self, images: Sequence[memoryview], representation: Representation, *, terms: Sequence[Terms]
     ) -> list[WriteOutcome]:
         """As `write` for each. Where one is not stored, none behind it is tried or told of."""
+        ...
+
+
+@runtime_checkable
+class SettledTier(Tier, Protocol):
+    """A tier that promises in memory first and writes that down now and then."""
+
+    def settle(self) -> None:
+        """Return when all that was promised is written down. Raises StoreError, OSError where it is not."""
         ...
 
 
@@ -162,6 +171,8 @@ def let_go(infos: Sequence[ExtentInfo], source: Tier, target: Tier, *, with_pins
                 continue
             source.unpin([info.id])
         going.append(info.id)
+    if going and isinstance(target, SettledTier):
+        target.settle()  # what is promised here goes with the record
     source.delete(going, reason=MOVED)
     return [extent for extent in going if source.info(extent) is None]
 

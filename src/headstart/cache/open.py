@@ -187,14 +187,15 @@ def open_pool(config: CacheConfig, path: Path) -> PoolTier:
     return tier
 
 
-def open_object_store(config: CacheConfig) -> ObjectTier:
-    """Return the tier in a bucket. Raises HeadstartError, OSError, ValueError where it cannot be had."""
+def open_object_store(config: CacheConfig, *, passing: bool = False) -> ObjectTier:
+    """Return the tier in a bucket. `passing`: for a command, beside a server that may be the configured collector. Raises
+    HeadstartError, OSError, ValueError where it cannot be had."""
     capacity_bytes = parse_size(config.object_capacity)
     tier = ObjectTier.open_bucket(
         config.object_store,
         capacity_bytes=capacity_bytes,
         read_only=config.object_read_only,
-        collects={"yes": True, "no": False}.get(config.object_collects),
+        collects={"yes": not passing, "no": False}.get(config.object_collects),
         retention=Retention.of(config.retention, config.quotas),
     )
     found = tier.statistics()

@@ -208,26 +208,29 @@ class Tiering:
     def _do(self, number: int, work: _Work, policy: Policy) -> None:
         """Work off what a look found, some extents at a time: they are brought together and let go together."""
         source, ids = self._sources[number], work.in_order()
+        refuses = self._trouble_of(f"out of {source.tier.name}")
         while ids and not self._ends(policy):
+            begun = self._clock()
             if work.verb == "drop":
                 some, ids = ids[:AT_ONCE], ids[AT_ONCE:]
                 with counted(self._counters, source.tier, "delete"):
                     gone = source.tier.delete([ExtentId(one) for one in some], reason="policy")
                     self._counters.add("tiering_dropped_extents", gone)
-            elif not self._trouble_of(work.target).may(self._clock()):
+            elif not (self._trouble_of(work.target).may(begun) and refuses.may(begun)):
                 return
             else:
-                begun = self._clock()
                 try:
                     with moving_out(source.tier) as mine:
                         if not mine:
                             return  # another process is at it; the next look sees what it left
                         ids = ids[self._bring(number, ids, work) :]
                 except (StoreError, OSError) as error:
+                    refuses.failed(self._clock())
                     self._counters.add("tiering_failed_source")
                     _log.warning("nothing is moved out of the tier %r: %s", source.tier.name, error)
                     return
-                self._rest(policy, self._clock() - begun)
+                refuses.came()
+            self._rest(policy, self._clock() - begun)
 
     def _bring(self, number: int, ids: Sequence[int], work: _Work) -> int:
         """Bring the first ones of `ids` where they should be, and let go what moves; returns how many were dealt with."""

@@ -60,7 +60,11 @@ class RuleFollower:
             if state != self._seen or self._asked:
                 self._asked = False
                 self._seen = state
-                self._read(cache)
+                try:
+                    self._read(cache)
+                except Exception as error:  # the thread's outer edge: the next file may be right again
+                    log.exception("the rules of cache.tiering could not be read again")
+                    cache.refuse_rules(f"{type(error).__name__}: {error}")
 
     def _read(self, cache: PrefixCache) -> None:
         try:

@@ -136,7 +136,7 @@ def _opened(
     elif name == "object":
         if not config.object_store:
             raise click.UsageError("there is no object store; set cache.object_store")
-        found = [open_object_store(config)]
+        found = [open_object_store(config, passing=True)]
     else:
         with looked(directories, config_file) as cached:
             leaving = {root for root, entry in cached.devices.items() if entry.state != "active"}

@@ -276,6 +276,16 @@ class DiskTier:
         if not self._store.only_read:
             self._store.promises.keep(extents, terms)
 
+    def settle(self) -> None:
+        """Return when all that was promised is written down. Raises StoreError, OSError where it is not."""
+        self._require_open()
+        with self._store.turn() as mine:
+            if not mine:
+                raise StoreError(
+                    f"disk tier {self._store.directory.root} cannot be written to now", reason="stopped", tier=self.name
+                )
+            self._store.promises.flush(at_last=True)
+
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
         self._require_open()
         return self._store.promises.pin(extents, until_ms)

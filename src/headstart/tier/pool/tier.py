@@ -289,6 +289,17 @@ class PoolTier:
         if not self._store.read_only:
             self._store.promises.keep(extents, terms)
 
+    def settle(self) -> None:
+        """Return when all that was promised is written down. Raises StoreError, OSError where it is not."""
+        self._require_open()
+        self._ask(self._settle, late="write_timed_out")
+
+    def _settle(self) -> None:
+        with self._store.turn() as mine:
+            if not mine:
+                raise StoreError(f"{self._called} {self.path} cannot be written to now", reason="stopped", tier=self.name)
+            self._store.promises.flush()
+
     def pin(self, extents: Sequence[ExtentId], *, until_ms: int | None) -> list[bool]:
         self._require_open()
         return self._ask(lambda: self._store.promises.pin(extents, until_ms), late="pin_timed_out")
