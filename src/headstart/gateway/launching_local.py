@@ -101,7 +101,7 @@ class LocalLauncher:
 
     def workers(self) -> Sequence[Launched]:
         return [
-            Launched(name, one.spec, _state(one), one.url, one.restarts, f"process {one.pid}, log {one.log}", one.why)
+            Launched(name, one.spec, _state(one), one.url, one.restarts, _where(one), one.why)
             for name, one in sorted(self._processes.items())
         ]
 
@@ -218,6 +218,10 @@ class LocalLauncher:
         if process.pid is not None and started_of(process.pid) is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _where(process: _Process) -> str:
+    return f"log {process.log}" if process.pid is None else f"process {process.pid}, log {process.log}"
 
 
 def _last_line(log: Path) -> str:
