@@ -17,7 +17,8 @@ DELAYS = Delays(start_s=60.0, warm_s=120.0, settle_s=300.0)
 
 
 class Fleet:
-    """Workers of which each does `able` requests a second in half of the target and no more; time goes by looks."""
+    """Workers of which each does `able` requests a second in half of the target and no more; time goes by looks. Where prefill
+    and decode are apart, requests are counted at who answers, and what they wait for prefill is told there, too."""
 
     def __init__(self, planner: Planner, *roles: str, able: float = 1.0, start_s: float = 60.0) -> None:
         self.planner = planner
@@ -45,16 +46,20 @@ class Fleet:
                     seen.append(Seen(name, role, "starting"))
                     continue
                 each = rates.get(role, 0.0) / max(1, len(self.ready(role)))
-                self.requests[name] += 10 * each
                 took = 0.5 * max(1.0, (each / self.able) ** 3)
+                first = took
+                if role == "decode":
+                    first = 0.5 * max(1.0, (rates["prefill"] / max(1, len(self.ready("prefill"))) / self.able) ** 3)
+                if role != "prefill":
+                    self.requests[name] += 10 * each
                 seen.append(
                     Seen(
                         name,
                         role,
                         requests=int(self.requests[name]),
                         running=round(3 * each * took),
-                        first_token_s=took,
-                        token_s=0.1 * took,
+                        first_token_s=None if role == "prefill" else first,
+                        token_s=None if role == "prefill" else 0.1 * took,
                         wait_s=took - 0.5,
                     )
                 )
@@ -87,7 +92,7 @@ def test_more_requests_get_more_workers_and_fewer_get_fewer_without_flapping() -
     fleet.go_on(1800, 0.8)
     fleet.go_on(3600, 5.0)
     at_peak = len(fleet.ready())
-    assert 5 <= at_peak <= 8
+    assert 4 <= at_peak <= 8
     starts = sum(action.verb == "start" for _, action in fleet.actions)
     fleet.go_on(7200, 0.8)
     assert len(fleet.ready()) <= 2
@@ -160,14 +165,15 @@ def test_the_last_ready_worker_of_a_role_is_neither_drained_nor_moved() -> None:
 
 
 def test_a_worker_moves_to_the_role_that_lacks_one_rather_than_that_one_is_started() -> None:
-    fleet = Fleet(Planner(TARGETS, Limits(1, 4), DELAYS), "prefill", "decode", "decode", "decode")
-    fleet.go_on(1200, {"prefill": 0.9, "decode": 2.7})
+    fleet = Fleet(Planner(TARGETS, Limits(1, 5), DELAYS), "prefill", *["decode"] * 4)
+    fleet.go_on(250, {"prefill": 0.9, "decode": 2.7})
     assert not fleet.actions
-    fleet.go_on(900, {"prefill": 1.8, "decode": 0.9})
-    assert sorted(fleet.role.values()).count("prefill") >= 2
+    fleet.go_on(1800, {"prefill": 1.8, "decode": 2.7})  # the same requests, twice as much to compute for them
     assert fleet.actions[0][1].verb == "move"
+    assert fleet.actions[0][1].role == "prefill"
     assert "does with" in fleet.actions[0][1].reason
-    assert "start" not in {action.verb for _, action in fleet.actions}
+    assert sorted(fleet.role.values()) == ["decode"] * 3 + ["prefill"] * 2
+    assert [action.verb for _, action in fleet.actions] == ["move"]
 
 
 def test_a_worker_that_is_down_for_a_moment_is_not_replaced() -> None:

@@ -27,7 +27,7 @@ _TREND_S = 2700.0  # over which their trend is
 _SMOOTH_S = 300.0  # in which what was measured counts for two thirds: single long prompts are no strain
 _STEEPEST = 1.5  # times what comes now: the most that a trend may promise
 _UP, _DOWN = 0.03, 0.05  # a minute: by which `able` may rise and fall
-_ROOM = 1.4  # most that a fleet far below its targets is thought able to do beyond what it was seen to do
+_ROOM = 1.5  # most that a fleet far below its targets is thought able to do beyond what it was seen to do
 _LEAST = 0.5  # of what a worker was given at first, however far over its targets: a queue says nothing of how much is too much
 _FEW = 20  # requests, before anything is learned
 _SHARE = 1.05  # of `able`: a worker that was given more than so much says nothing by missing its targets
@@ -204,7 +204,9 @@ class Planner:
         for role in roles:
             group = [worker for worker in workers if worker.role == role]
             groups[role] = group
-            needs.append(self._need(role, group, sent, now_s))
+            # A request goes to who answers it, and its first token is told there: prefill workers are asked all of them.
+            asked = workers if role == "prefill" else group
+            needs.append(self._need(role, group, asked, sent, now_s))
         self._looked_s = now_s
         spare = most - sum(1 for worker in workers if worker.state != "draining")  # who is down for good keeps a place
         return Plan(self._decide(needs, groups, least=least, most=most, spare=spare, now_s=now_s), needs)
@@ -232,16 +234,17 @@ class Planner:
                 del known[name]
         return sent
 
-    def _need(self, role: str, group: Sequence[Seen], sent: Mapping[str, int], now_s: float) -> Need:
+    def _need(self, role: str, group: Sequence[Seen], asked: Sequence[Seen], sent: Mapping[str, int], now_s: float) -> Need:
+        """Return what a role needs whose workers are `group`; its requests and their times are told of `asked`."""
         state = self._roles.setdefault(role, _Role())
         ready = [worker for worker in group if worker.state == "ready"]
         coming = sum(1 for worker in group if self._is_coming(worker, now_s))
-        total = (state.counts[-1][1] if state.counts else 0.0) + sum(sent[worker.name] for worker in group)
+        total = (state.counts[-1][1] if state.counts else 0.0) + sum(sent[worker.name] for worker in asked)
         state.counts.append((now_s, total))
         while len(state.counts) > 2 and state.counts[0][0] < now_s - _TREND_S:
             state.counts.popleft()
         per_s, expected = _rates(state.counts, ahead_s=self._delays.start_s)
-        strain = state.strain = self._smoothed(state, self._strain(role, ready, sent), now_s)
+        strain = state.strain = self._smoothed(state, self._strain(role, asked, sent), now_s)
         share = self._share(ready, now_s)
         looked_s = state.counts[-2][0] if len(state.counts) > 1 else now_s
         if ready:
@@ -269,6 +272,9 @@ class Planner:
             state.queued_s = now_s
         if state.queued_s is not None and now_s - state.queued_s >= self._delays.start_s / 2 and not coming:
             needed = max(needed, have + max(1, len(ready) // 4))
+            if state.able is not None and per_s > 0:
+                state.able = able = min(state.able, per_s / share)  # what they were given was too much
+                enough = max(enough, math.ceil(expected / (able * _SPARE) - 1e-9))
         enough = max(enough, needed, 1)
         self._settle(state, have if not coming else 0, enough, now_s)
         return Need(role, len(ready), coming, max(1, needed), enough, per_s, expected, strain, able, wait_s)
@@ -304,13 +310,13 @@ class Planner:
             total += _COLD + (1 - _COLD) * min(1.0, age)
         return total
 
-    def _strain(self, role: str, ready: Sequence[Seen], sent: Mapping[str, int]) -> float | None:
+    def _strain(self, role: str, asked: Sequence[Seen], sent: Mapping[str, int]) -> float | None:
         """Return what was measured over the target, the worse of both; workers count by what they were sent since."""
         found = []
         for target_s, name in ((self._targets.first_token_s, "first_token_s"), (self._targets.token_s, "token_s")):
             if role == ("decode" if name == "first_token_s" else "prefill"):
                 continue
-            told = [(getattr(worker, name), sent[worker.name]) for worker in ready]
+            told = [(getattr(worker, name), sent[worker.name]) for worker in asked if worker.state == "ready"]
             told = [(seconds, weight) for seconds, weight in told if seconds is not None and weight]
             if told:
                 found.append(sum(seconds * weight for seconds, weight in told) / sum(weight for _, weight in told) / target_s)
@@ -456,5 +462,5 @@ def _learned(able: float | None, each: float, strain: float, *, more: float, pas
         return able * max(0.5, 1 - min(strain / _AIM - 1, 1.0) * _DOWN * minutes) if falls else able
     if each >= _TESTED * able:
         able *= 1 + min(_AIM / strain - 1, 1.0) * _UP * minutes
-    seen = each * max(1.0, more)
+    seen = each * max(min(_AIM / strain, _ROOM), more)
     return able + (1 - math.exp(-passed_s / _SMOOTH_S)) * max(0.0, seen - able)
