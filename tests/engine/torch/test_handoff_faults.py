@@ -291,9 +291,9 @@ def test_whatever_else_connects_is_shown_out(two: tuple[HandoffEngine, HandoffEn
 
 def test_a_question_that_is_none(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int]) -> None:
     prefill, _ = two
-    for request in (b"", b"\xc1", b"\x80"):
+    for have, request in ((0, b""), (0, b"\xc1"), (-1, b"\x80")):
         session = Session(connect(prefill.addresses[1], timeout_s=5), secret=b"", timeout_s=30, listening=False)
-        session.send(Ask(bytes(32), bytes(32), 0, 1 << 40, request))
+        session.send(Ask(bytes(32), bytes(32), have, 1 << 40, request))
         session.close()
     eventually(lambda: prefill.load().counters.get("handoff_given_up_garbage", 0) == 3)
     assert _right(two, prefill.addresses[1], wanted) == ""

@@ -146,8 +146,8 @@ class PrefillServer:
         message, descriptor = session.receive_with_descriptor(most=most)
         window = None
         try:
-            if not isinstance(message, Ask):
-                raise WireError(f"a question was expected, not {type(message).__name__}", reason="garbage")
+            if not isinstance(message, Ask) or message.have < 0:
+                raise WireError("something else was expected, namely what to compute", reason="garbage")
             if descriptor is not None and 0 < message.window <= _MOST_WINDOW_BYTES:
                 window = Window.of(descriptor, message.window)
                 stack.callback(window.close)
