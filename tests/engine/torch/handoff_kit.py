@@ -16,15 +16,19 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.handoff import HandoffEngine
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
+from headstart.tier.base import Tier
 from headstart.tier.memory import MemoryTier
 
 IDENTITY = Identity(weights=bytes(32), architecture=b"{}")
 CONTEXT = 1024
 
 
-def cache_of(model: TorchModel, *, memory_bytes: int = 32 << 20, identity: Identity = IDENTITY) -> PrefixCache:
+def cache_of(
+    model: TorchModel, *, memory_bytes: int = 32 << 20, identity: Identity = IDENTITY, pool: Tier | None = None
+) -> PrefixCache:
     representation = model.shape.representation(query_heads=model.heads)
-    return PrefixCache([MemoryTier(memory_bytes)], identity=identity, representation=representation)
+    tiers: list[Tier] = [MemoryTier(memory_bytes)]
+    return PrefixCache(tiers + ([] if pool is None else [pool]), identity=identity, representation=representation)
 
 
 def worker(
@@ -32,11 +36,12 @@ def worker(
     *,
     memory_bytes: int = 32 << 20,
     identity: Identity = IDENTITY,
+    pool: Tier | None = None,
     engine: dict[str, Any] | None = None,
     **handoff: Any,
 ) -> HandoffEngine:
     """A worker with a cache of its own. The model may be that of another worker: its weights are only read."""
-    cache = cache_of(model, memory_bytes=memory_bytes, identity=identity)
+    cache = cache_of(model, memory_bytes=memory_bytes, identity=identity, pool=pool)
     settings = {"context": CONTEXT, "chunk_tokens": 128, **(engine or {})}
     return HandoffEngine(engine_of(model, cache=cache, **settings), cache, **handoff)
 

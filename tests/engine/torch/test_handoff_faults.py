@@ -22,6 +22,7 @@ from headstart.engine.handoff.receiving import Receiving
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
 from headstart.errors import WireError
+from headstart.tier.pool import PoolTier, Timing
 from headstart.transfer.wire.address import connect, listen
 from headstart.transfer.wire.messages import Accept, Ask, Beat
 from headstart.transfer.wire.session import Session
@@ -263,6 +264,25 @@ def test_the_computing_worker_ends(
     assert answer.result().finish == "length"
     assert answer.tokens == wanted
     assert _right(two, ending.addresses[0], wanted) == "unreachable"
+
+
+def test_what_a_worker_that_is_gone_left_in_the_pool_is_read(
+    model: Callable[[], TorchModel], wanted: list[int], tmp_path: Path
+) -> None:
+    def pool() -> PoolTier:
+        return PoolTier.open(tmp_path, capacity_bytes=64 << 20, timing=Timing.where_seen_after(0.0))
+
+    with worker(model(), listen=["tcp://127.0.0.1:0"], pool=pool()) as prefill:
+        at = prefill.addresses[0]
+        ask(prefill, PROMPT[:200], 1).result()  # the beginning of a prompt that it will not be there for
+        eventually(lambda: prefill._cache.statistics().counters.get("saves_done", 0) == 1)
+    with worker(model(), pool=pool()) as decode:
+        answer = ask(decode, PROMPT, 6, prefill_at=at)
+        receipt = answer.result().receipt
+        assert answer.tokens == wanted
+        assert receipt is not None
+        assert (receipt.cached_memory_tokens, receipt.cached_disk_tokens) == (0, 192)
+        assert decode.load().counters["handoff_lost_unreachable"] == 1
 
 
 def test_the_decoding_worker_ends_in_the_middle(
