@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.cache_kit import CAPACITY, Run, image_of, key_of, kv, tier_at, write
+from cli.cache_kit import CAPACITY, Run, bytes_of, image_of, key_of, kv, tier_at, write
+from headstart.cli.cache.between_tiers import Limit
 from headstart.testing.fake_kv import TINY, FakeKV
 from headstart.tier.base import Terms
 from headstart.tier.pool import PoolTier
@@ -80,7 +81,9 @@ def test_what_becomes_of_a_block_is_explained(run: Run, places: tuple[Path, Path
 def test_what_a_query_selects_is_moved_and_given_again_nothing_is_left_to_do(run: Run, places: tuple[Path, Path]) -> None:
     _, pool = places
     asked = ("move", "--from", "disk", "--to", "pool", "--where", 'class = "agent" and age > 1s', "--limit", "100MB/s")
+    before = bytes_of(pool)
     assert "1 extent would move from disk to pool" in run(*asked, "--dry-run")
+    assert bytes_of(pool) == before
     found = run.json(*asked)
     assert (found["moved"], found["extents"], found["left_out"]) == (1, 1, {})
     assert run.json(*asked)["extents"] == 0
@@ -142,6 +145,31 @@ def test_a_pool_is_looked_at_and_changed_like_a_directory(run: Run, places: tupl
     assert "is a pool of many machines" in run("ls", "--directory", pool, code=4)
     assert "--directory and --pool are given" in run("ls", "--directory", pool, "--pool", pool, code=2)
     assert "there is no" in run("ls", "--pool", pool / "nowhere", code=3)
+
+
+def test_nothing_is_changed_in_a_pool_that_may_only_be_read(
+    run: Run, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_POOL_READ_ONLY", "true")
+    assert "cache.pool_read_only is set" in run("move", "--from", "disk", "--to", "pool", code=4)
+    assert len(run.json("ls")["prefixes"]) == 2
+
+
+def test_a_rate_is_kept_by_waiting_before_each_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], list[float]()
+    monkeypatch.setattr("headstart.cli.cache.between_tiers.time.monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("headstart.cli.cache.between_tiers.time.sleep", sleep)
+    limit = Limit(1000)
+    for _ in range(5):
+        limit.wait(500)
+        now[0] += 0.1  # what reading it takes
+    assert sum(slept) + 5 * 0.1 == pytest.approx(4 * 0.5 + 0.1)
+    Limit(None).wait(1 << 40)
 
 
 def found_in(tier: PoolTier, prompt: FakeKV) -> bool:

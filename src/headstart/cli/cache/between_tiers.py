@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from headstart.errors import ConfigError, StoreError
 from headstart.policy.rule_text import parse_condition
 from headstart.policy.tiering import Condition
 from headstart.tier.base import ExtentInfo, Tier
-from headstart.tier.surveying import DescribingTier, surveyed
+from headstart.tier.surveying import DescribingTier, Survey, surveyed
 
 NAMES = ("disk", "pool", "object")  # of tiers that can be moved between
 _BUSY_S = 15.0  # how long another process that moves out of the same directory is waited for
@@ -74,30 +74,30 @@ def move_between(
     condition = None if where is None else _condition(where)
     rate = Limit(None if limit is None else _rate(limit))
     config = chosen_config(config_file, {}).cache
+    place = _Place(config, config_file, directories, pool)
+    facts: dict[str, Any] = {"dry_run": dry_run, "from": source, "to": target}
+    if dry_run:
+        place.require(target)
+        ids, nbytes = _chosen(place.surveys(source), condition)
+        what = so_many(len(ids), "extent", "extents")
+        facts |= {"extents": len(ids), "bytes": nbytes, "moved": 0, "written_bytes": 0, "left_out": {}}
+        say(facts, as_json, f"{what} would move from {source} to {target}: {as_bytes(nbytes)}")
+        return 0
     with ExitStack() as stack:
-        tiers = {name: _opened(name, directories, pool, config, config_file, stack) for name in (source, target)}
-        chosen = [(tier, *_chosen(tier, condition)) for tier in tiers[source]]
+        tiers = {name: place.open(name, stack, leaving=name == source) for name in (source, target)}
+        chosen = [(tier, *_chosen(surveyed(tier, now_ms=_now_ms()), condition)) for tier in tiers[source]]
         extents, total = sum(len(ids) for _, ids, _ in chosen), sum(nbytes for *_, nbytes in chosen)
-        facts: dict[str, Any] = {
-            "dry_run": dry_run,
-            "from": source,
-            "to": target,
-            "extents": extents,
-            "bytes": total,
-            "moved": 0,
-            "written_bytes": 0,
-            "left_out": {},
-        }
-        what = so_many(extents, "extent", "extents")
-        if dry_run:
-            say(facts, as_json, f"{what} would move from {source} to {target}: {as_bytes(total)}")
-            return 0
         done = _Done(total)
         with shown_progress() as on_progress:
             for tier, ids, _ in chosen:
                 _move(tier, ids, _roomiest(tiers[target]), done, rate, on_progress)
-    facts |= {"moved": done.moved, "written_bytes": done.written_bytes, "left_out": dict(done.left_out)}
-    say(facts, as_json, f"{done.moved} of {what} moved from {source} to {target}, {as_bytes(done.written_bytes)} written")
+    facts |= {"extents": extents, "bytes": total, "moved": done.moved, "written_bytes": done.written_bytes}
+    what = so_many(extents, "extent", "extents")
+    say(
+        facts | {"left_out": dict(done.left_out)},
+        as_json,
+        f"{done.moved} of {what} moved from {source} to {target}, {as_bytes(done.written_bytes)} written",
+    )
     return INCOMPLETE if done.left_out else 0
 
 
@@ -118,44 +118,77 @@ def _rate(limit: str) -> int:
     return rate
 
 
-def _opened(
-    name: str,
-    directories: Sequence[Path],
-    pool: Path | None,
-    config: CacheConfig,
-    config_file: Path | None,
-    stack: ExitStack,
-) -> list[Tier]:
-    """Return the tiers of that name: each directory of the disk tier is one."""
-    if name == "pool":
-        path = pool or config.pool
-        if path is None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tiers lie that a command may mean."""
+
+    config: CacheConfig
+    config_file: Path | None
+    directories: Sequence[Path]
+    pool: Path | None
+
+    def require(self, name: str) -> None:
+        """Raise UsageError where nothing says where that tier lies."""
+        if name == "pool" and self._pool is None:
             raise click.UsageError("there is no pool; give --pool, or set cache.pool")
-        with looked_at_pool(path.expanduser(), config) as look:
-            found: list[Tier] = [open_pool(look, config)]
-    elif name == "object":
-        if not config.object_store:
+        if name == "object" and not self.config.object_store:
             raise click.UsageError("there is no object store; set cache.object_store")
-        found = [open_object_store(config, passing=True)]
-    else:
-        with looked(directories, config_file) as cached:
-            leaving = {root for root, entry in cached.devices.items() if entry.state != "active"}
-            found = [open_looked_at(look, config) for look in cached.looks if look.root not in leaving]
-    for tier in found:
-        stack.callback(tier.close)
-    return found
+
+    def open(self, name: str, stack: ExitStack, *, leaving: bool) -> list[Tier]:
+        """Return the tiers of that name, to be changed: each directory of the disk tier is one, with `leaving` also those that
+        take nothing new."""
+        self.require(name)
+        found: list[Tier]
+        if name == "object":
+            found = [open_object_store(self.config, passing=True)]
+        elif self._pool is not None and name == "pool":
+            with looked_at_pool(self._pool, self.config) as look:
+                found = [open_pool(look, self.config)]
+        else:
+            with looked(self.directories, self.config_file) as cached:
+                states = {root: entry.state for root, entry in cached.devices.items()}
+                looks = [look for look in cached.looks if leaving or states.get(look.root, "active") == "active"]
+                found = [open_looked_at(look, self.config) for look in looks]
+        if not found:
+            raise StoreError(f"no directory of the tier {name!r} takes anything; add one with `headstart cache devices`")
+        for tier in found:
+            stack.callback(tier.close)
+        return found
+
+    def surveys(self, name: str) -> list[Survey]:
+        """Return what rules may ask of a tier, which is only looked at."""
+        self.require(name)
+        if name == "object":
+            tier = open_object_store(replace(self.config, object_read_only=True), passing=True)
+            try:
+                return list(surveyed(tier, now_ms=_now_ms()))
+            finally:
+                tier.close()
+        with looked(
+            self.directories if name == "disk" else (), self.config_file, pool=self._pool if name == "pool" else None
+        ) as cached:
+            return [look.survey(now_ms=cached.now_ms) for look in cached.looks]
+
+    @property
+    def _pool(self) -> Path | None:
+        path = self.pool or self.config.pool
+        return None if path is None else path.expanduser()
 
 
-def _chosen(tier: Tier, condition: Condition | None) -> tuple[list[int], int]:
+def _chosen(parts: Iterable[Survey], condition: Condition | None) -> tuple[list[int], int]:
     """Return what is to move, the least recently used first, and its bytes."""
     ids, used, nbytes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for part in surveyed(tier, now_ms=time.time_ns() // 1_000_000):
+    for part in parts:
         which = np.ones(len(part), np.bool_) if condition is None else condition(part.facts)
         ids.append(part.ids[which])
         used.append(part.last_used[which])
         nbytes += int(part.facts.nbytes[which].sum())
     order = np.argsort(np.concatenate(used), kind="stable")
     return np.concatenate(ids)[order].tolist(), nbytes
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _roomiest(tiers: Sequence[Tier]) -> Tier:
@@ -180,7 +213,7 @@ def _move(source: Tier, ids: Sequence[int], target: Tier, done: _Done, rate: Lim
                 if infos:
                     done.left_out["no journal says how it is laid down"] += len(infos)
                 continue
-            brought = bring(infos, source, target, representation, now_ms=time.time_ns() // 1_000_000, on_bytes=on_bytes)
+            brought = bring(infos, source, target, representation, now_ms=_now_ms(), on_bytes=on_bytes)
             there = [info for info, one in zip(infos, brought, strict=False) if one.there]
             gone = let_go(there, source, target, with_pins=True)
         done.moved += len(gone)

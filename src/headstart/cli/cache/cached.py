@@ -372,7 +372,10 @@ def open_looked_at(look: Look, config: CacheConfig, *, pinning: bool = False) ->
 
 
 def open_pool(look: Look, config: CacheConfig) -> PoolTier:
-    """Join a pool as one more writer, to change what is in it; as `open_looked_at`, it costs nothing there."""
+    """Join a pool as one more writer, to change what is in it; as `open_looked_at`, it costs nothing there. Raises StoreError
+    where the configuration says that nothing is changed there from here."""
+    if config.pool_read_only:
+        raise StoreError(f"cache.pool_read_only is set, so nothing is changed in {look.root} from here", path=look.root)
     total = shutil.disk_usage(look.root).total
     capacity_bytes = parse_size(config.pool_capacity, of_bytes=total)
     return PoolTier.open(

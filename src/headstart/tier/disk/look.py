@@ -24,6 +24,7 @@ from headstart.tier.disk.directory import FEATURES, POOL, Directory
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.follow import follow_all
+from headstart.tier.surveying import Survey
 
 _PART_BYTES = 8 << 20
 
@@ -77,6 +78,10 @@ class Look:
     def columns(self) -> ExtentColumns:
         """Return what prefixes are made of, of all extents."""
         return self._books.columns(self._books.living())
+
+    def survey(self, *, now_ms: int) -> Survey:
+        """Return what rules may ask of all extents."""
+        return self._books.survey(self._books.living(), "pool" if self.pool else "disk", now_ms=now_ms)
 
     def removals(self) -> list[Removal]:
         """Return the latest removals that are remembered, oldest first."""
