@@ -75,6 +75,10 @@ def test_what_becomes_of_a_block_is_explained(run: Run, places: tuple[Path, Path
     assert "  next: it is moved to 'pool' within seconds" in said
     [found] = run.json("policy", "explain", key_of(kv(4, seed=2)), "--config", file)["found"]
     assert (found["tier"], found["rule"], found["next"]) == ("disk", 1, "it stays in 'disk'")
+    away = config_of(tmp_path, "move to object", "drop from pool")
+    said = run("policy", "explain", key_of(kv(4, seed=2)), "--config", away)
+    assert "  rule 1 does nothing (there is no tier 'object'): move to object\n" in said
+    assert "  rule 2 is not about what lies in 'disk': drop from pool\n  next: it stays in 'disk': no rule applies" in said
     assert "no tier" in run("policy", "explain", "0123456789abcdef", "--config", file, code=3)
 
 

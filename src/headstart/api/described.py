@@ -294,6 +294,7 @@ class Health(msgspec.Struct):
     device: str | msgspec.UnsetType = msgspec.UNSET
     dtype: str | msgspec.UnsetType = msgspec.UNSET
     context_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    tiering: str | msgspec.UnsetType = msgspec.UNSET
     cache: str | msgspec.UnsetType = msgspec.UNSET
 
 

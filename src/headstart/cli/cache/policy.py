@@ -116,6 +116,7 @@ def _told(cached: Cached, info: ExtentInfo, tier: str, tiers: Sequence[str], pol
     number = int(decided.rule[0])
     copies = [copy for copy in decided.copies if copy.which[0]]
     last = number if number >= 0 else len(policy.rules) - 1
+    idle = dict(policy.without_effect(tiers))
     return {
         "tier": tier,
         "where": info.where,
@@ -124,7 +125,10 @@ def _told(cached: Cached, info: ExtentInfo, tier: str, tiers: Sequence[str], pol
         "copied_by": [copy.rule + 1 for copy in copies],
         "next": _next(policy, number, tier, pinned=info.pinned_until_ms is not None)
         + "".join(f"; it is brought to {copy.tier!r} as well" for copy in copies),
-        "rules": [_rule(n, rule, survey.facts, tier, tiers) for n, rule in enumerate(policy.rules[: last + 1])],
+        "rules": [
+            _rule(n, rule, survey.facts, tier, tiers) | {"does_nothing": idle.get(n, "")}
+            for n, rule in enumerate(policy.rules[: last + 1])
+        ],
     }
 
 
@@ -157,7 +161,9 @@ def _tell(one: dict[str, Any]) -> None:
     click.echo(f"{one['tier']}   {one['where']}")
     for rule in one["rules"]:
         holds = "applies" if rule["number"] == one["rule"] else "holds" if rule["holds"] else "does not hold"
-        if not rule["about_this_tier"]:
+        if rule["does_nothing"]:
+            holds = f"does nothing ({rule['does_nothing']})"
+        elif not rule["about_this_tier"]:
             holds = f"is not about what lies in {one['tier']!r}"
         click.echo(f"  rule {rule['number']} {holds}: {rule['text']}")
         for met in rule["conditions"]:
