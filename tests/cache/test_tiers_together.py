@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from cache_kit import cache_of, prompt
@@ -24,7 +25,7 @@ from headstart.tier.base import Terms, Tier, WriteOutcome
 from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
 from headstart.tier.object import Bucket, ObjectTier
-from headstart.tier.pool import PoolTier
+from headstart.tier.pool import PoolTier, Timing
 
 CAPACITY = 64 << 20
 HOUR_S = 3600.0
@@ -371,3 +372,53 @@ def test_new_rules_end_what_old_ones_began(cache: PrefixCache, disk: DiskTier, m
     go_on.set()
     cache._tiering.close(60)
     assert extents(cache) == {"disk": 42, "pool": 8}
+
+
+RULES = [
+    (),
+    ("write to memory",),
+    ("write to disk", "move to pool"),
+    ("write to memory, disk, pool behind", "when class = agent then drop from memory"),
+    ("when class = chat then keep in disk", "when blocks > 3 then copy to pool", "when size > 100kB then move to pool"),
+    ("drop from memory", "drop from disk", "when class = agent then drop from pool"),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_rules_that_change_all_the_time_under_saves_and_loads_never_bring_a_wrong_byte(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    (tmp_path / "pool").mkdir()
+    memory = MemoryTier(4 << 20)
+    disk = DiskTier.open(tmp_path / "disk", capacity_bytes=8 << 20)
+    pool = PoolTier.open(tmp_path / "pool", capacity_bytes=32 << 20, timing=Timing(grace_s=0.0, collect_s=0.2))
+    kvs = [prompt(rng.randrange(65, 1300), seed=number) for number in range(60)]
+    wrong: list[object] = []
+    usable: list[int] = []
+    ended = Event()
+
+    def work(number: int) -> None:
+        draw = random.Random(f"{seed} {number}")
+        while not ended.is_set():
+            kv = draw.choice(kvs)
+            loaded = load(cache, kv)
+            wrong.extend(loaded.wrong)
+            usable.append(loaded.usable_tokens)
+            save(cache, kv, retention=draw.choice(["agent", "chat"]))
+
+    with cache_of(memory, disk, pool) as cache:
+        threads = [Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(60):
+            apply(cache, *rng.choice(RULES))
+            ended.wait(0.1)
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert wrong == []
+        assert any(usable)
+        assert counted(cache, "errors") == 0
+        cache._tiering.close(60)
+        assert cache.check() == []

@@ -213,9 +213,12 @@ class Tiering:
             begun = self._clock()
             if work.verb == "drop":
                 some, ids = ids[:AT_ONCE], ids[AT_ONCE:]
+                gone: int | None = None
                 with counted(self._counters, source.tier, "delete"):
                     gone = source.tier.delete([ExtentId(one) for one in some], reason="policy")
-                    self._counters.add("tiering_dropped_extents", gone)
+                if gone is None:
+                    return
+                self._counters.add("tiering_dropped_extents", gone)
             elif not (self._trouble_of(work.target).may(begun) and refuses.may(begun)):
                 return
             else:
