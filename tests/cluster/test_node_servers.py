@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -70,3 +72,6 @@ def test_servers_and_a_notebook_share_one_memory_that_outlives_them(smollm2_fold
         with open_store(model, settings) as store, store.cache(torch.tensor(prompt)) as cache:
             assert cache.cached_tokens == WHOLE
             assert [tier.name for tier in store.statistics().tiers] == ["memory"]
+        command = [sys.executable, "-m", "headstart.cli", "cache", "rm", "--all", "--yes", "--directory", str(node)]
+        subprocess.run(command, check=True, capture_output=True)
+        assert ask(one, prompt) == (text, 0)

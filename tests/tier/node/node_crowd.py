@@ -4,7 +4,7 @@
 
 PROCESSES workers find, load, compare and save prompts. Whenever they have taken STEPS steps together, and SECONDS have passed,
 one of them is killed at random and another one takes its place, KILLS times. Meanwhile this process, which has no tier open,
-adds up what the file system charges for the directory.
+adds up what the file system charges for the directory. Steps are told by place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ def prompt(number: int) -> FakeKV:
     return FakeKV(TINY, tokens.tolist())
 
 
-def work(directory: Path, told: int, seed: int) -> None:
-    """Serve prompts until killed; popular ones more often, as real ones are. Each step is told as one byte."""
+def work(directory: Path, told: int, place: int, seed: int) -> None:
+    """Serve prompts until killed; popular ones more often, as real ones are. Each step is told as two bytes."""
     choice = random.Random(seed)
     tier = open_node_tier(directory, capacity_bytes=CAPACITY)
     with PrefixCache([tier], identity=IDENTITY, representation=TINY, match_timeout_s=20.0) as cache:
@@ -48,10 +49,10 @@ def work(directory: Path, told: int, seed: int) -> None:
             kv = prompt(min(choice.randrange(PROMPTS), choice.randrange(PROMPTS)))
             loaded = load(cache, kv)
             if loaded.wrong:
-                os.write(told, WRONG)
+                os.write(told, WRONG + bytes([place]))
             if loaded.usable_tokens < BLOCKS * 64:
                 save(cache, kv)
-            os.write(told, HIT if loaded.usable_tokens > _SHARED else COMPUTED)
+            os.write(told, (HIT if loaded.usable_tokens > _SHARED else COMPUTED) + bytes([place]))
 
 
 def charged(directory: Path) -> int:
@@ -69,36 +70,39 @@ def main(directory: Path, processes: int, kills: int, steps: int, seconds: float
     choice, seeds = random.Random(0), itertools.count()
     reading, told = os.pipe()
 
-    def start() -> int:
+    def start(place: int) -> int:
         child = os.fork()
         if not child:
             try:
-                work(directory, told, next(seeds))
+                work(directory, told, place, next(seeds))
             finally:
                 os._exit(1)
         next(seeds)
         return child
 
-    workers = [start() for _ in range(processes)]
-    seen, most, died = {HIT: 0, COMPUTED: 0, WRONG: 0}, 0, 0
+    workers = [start(place) for place in range(processes)]
+    seen, most, died = Counter[tuple[bytes, int]](), 0, 0
     try:
         for _ in range(kills + 1):
-            due_s, wanted = time.monotonic() + seconds, sum(seen.values()) + steps
-            while sum(seen.values()) < wanted or time.monotonic() < due_s:
+            due_s, wanted = time.monotonic() + seconds, seen.total() + steps
+            while seen.total() < wanted or time.monotonic() < due_s:
                 if select.select([reading], [], [], 0.05)[0]:
-                    for one in os.read(reading, 65536):
-                        seen[bytes([one])] += 1
+                    steps_told = os.read(reading, 4096)  # whole ones: a pipe takes so few bytes at once or not at all
+                    seen.update((steps_told[at : at + 1], steps_told[at + 1]) for at in range(0, len(steps_told), 2))
                 most = max(most, charged(directory))
             victim = choice.randrange(processes)
             os.kill(workers[victim], signal.SIGKILL)
             died += os.waitstatus_to_exitcode(os.waitpid(workers[victim], 0)[1]) != -signal.SIGKILL
-            workers[victim] = start()
+            workers[victim] = start(victim)
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
             died += os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) != -signal.SIGKILL
-    names = {HIT: "hits", COMPUTED: "computed", WRONG: "wrong"}
-    print(json.dumps({**{names[one]: count for one, count in seen.items()}, "most_bytes": most, "died_by_themselves": died}))
+    counted = {
+        name: [seen[kind, place] for place in range(processes)]
+        for name, kind in (("hits", HIT), ("computed", COMPUTED), ("wrong", WRONG))
+    }
+    print(json.dumps({**counted, "most_bytes": most, "died_by_themselves": died}))
 
 
 if __name__ == "__main__":

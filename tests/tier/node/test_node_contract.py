@@ -15,6 +15,7 @@ from headstart.tier.node import open_node_tier
 class TestNodeTier(TierContract):
     persistent = True
     promises = False
+    capacity_bytes = 1 << 20
 
     @pytest.fixture
     def make_tier(self, shared_memory: Path) -> Callable[[int], Tier]:

@@ -20,14 +20,15 @@ from headstart.tier.node import open_node_tier
 CROWD = Path(__file__).with_name("node_crowd.py")
 
 
-def crowd(directory: Path, *, processes: int, kills: int, steps: int, seconds: float, timeout_s: float) -> None:
+def crowd(directory: Path, *, processes: int, kills: int, steps: int, seconds: float, timeout_s: float) -> list[int]:
+    """Return how many hits each process had; everything else is compared here."""
     words = [sys.executable, str(CROWD), str(directory), str(processes), str(kills), str(steps), str(seconds)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["wrong"] == 0
+    assert sum(found["wrong"]) == 0
     assert found["died_by_themselves"] == 0, done.stderr
-    assert found["hits"] > 0
+    assert sum(found["hits"]) > 0
     assert 0 < found["most_bytes"] <= CAPACITY
     tier = open_node_tier(directory, capacity_bytes=CAPACITY)  # all are dead: what they left is right, and none holds a lease
     try:
@@ -47,6 +48,7 @@ def crowd(directory: Path, *, processes: int, kills: int, steps: int, seconds: f
         assert tier.check() == []
     finally:
         tier.close()
+    return list(found["hits"])
 
 
 def test_what_one_process_wrote_another_finds_at_once_and_after_all_have_ended(shared_memory: Path) -> None:
@@ -70,13 +72,14 @@ def test_what_one_process_wrote_another_finds_at_once_and_after_all_have_ended(s
 
 
 def test_processes_are_killed_at_any_moment_and_no_byte_is_wrong_and_no_memory_lost(shared_memory: Path) -> None:
-    crowd(shared_memory / "node", processes=3, kills=4, steps=25, seconds=0.0, timeout_s=300)
+    crowd(shared_memory / "node", processes=3, kills=3, steps=20, seconds=0.0, timeout_s=300)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", [2, 8])
 def test_one_process_is_killed_every_second_for_a_minute(shared_memory: Path, processes: int) -> None:
-    crowd(shared_memory / "node", processes=processes, kills=60, steps=0, seconds=1.0, timeout_s=600)
+    hits = crowd(shared_memory / "node", processes=processes, kills=60, steps=0, seconds=1.0, timeout_s=600)
+    assert min(hits) > 0
 
 
 def test_the_directory_is_the_users_own(shared_memory: Path) -> None:
