@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -125,13 +126,21 @@ def stored(*numbers: int) -> BlockStored:
 
 def test_events_are_followed_gaps_are_asked_for_and_a_new_process_begins_from_nothing(loop: Loop) -> None:
     publisher = Publisher("tcp://127.0.0.1:0")
-    answering = threading.Event()
+    ended = threading.Event()
+    todo: deque[Callable[[], object]] = deque()
 
-    def answer() -> None:
-        while not answering.is_set():
+    def answer() -> None:  # a publisher is one thread's
+        while not ended.is_set():
             publisher.wait(0.02)
+            while todo:
+                todo.popleft()()
             while (asked := publisher.asked()) is not None:
                 publisher.again(*asked)
+        publisher.close()
+
+    def lose() -> None:
+        publisher._kept.append((publisher.next_number, publisher.encode([stored(3)])))
+        publisher.next_number += 1
 
     publisher.publish([stored(1, 2)])
     thread = threading.Thread(target=answer)
@@ -141,27 +150,27 @@ def test_events_are_followed_gaps_are_asked_for_and_a_new_process_begins_from_no
     try:
         follower.follow(one)
         eventually(lambda: loop.held == {1, 2})
-        publisher.next_number += 1  # one that is lost on its way
-        publisher._kept.append((1, publisher.encode([stored(3)])))
-        publisher.publish([BlockRemoved([(1).to_bytes(16, "little")], "CPU")])
+        todo.append(lose)  # one that is lost on its way
+        todo.append(lambda: publisher.publish([BlockRemoved([(1).to_bytes(16, "little")], "CPU")]))
         eventually(lambda: loop.held == {2, 3})
         assert follower.gaps <= 1
         follower.leave(one)
-        publisher.publish([stored(9)])
+        todo.append(lambda: publisher.publish([stored(9)]))
+        eventually(lambda: publisher.next_number == 4)
         again = Following("w", publisher.endpoint, "", None, loop.took)  # nobody to ask: only what comes from now on
         follower.follow(again)
 
         def heard() -> bool:
-            publisher.publish([stored(7)])
+            if not todo:
+                todo.append(lambda: publisher.publish([stored(7)]))
             return 7 in loop.held
 
         eventually(heard)
         assert 9 not in loop.held
     finally:
-        answering.set()
-        thread.join(30)
         follower.close()
-        publisher.close()
+        ended.set()
+        thread.join(30)
 
 
 def test_addresses_say_what_is_wrong_with_them() -> None:
