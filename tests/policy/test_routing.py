@@ -268,6 +268,22 @@ def test_of_a_worker_without_events_what_is_sent_there_counts_as_held() -> None:
     assert again.estimate.reused == 31 * 64
 
 
+def test_what_others_sent_there_is_known_by_what_the_worker_says() -> None:
+    router = routing("a", "b")
+    router.told("a", requests=3, waiting_tokens=300_000, kv_used=300_000)
+    router.told("b", requests=10, waiting_tokens=1_000, kv_used=1_000)
+    for number in range(4):
+        found = router.choose(prompt(number + 1), tokens=100, now_s=float(number))
+        assert found is not None
+        assert found.worker == "b"
+        assert found.estimates["a"].wait_s > 100 * found.estimates["b"].wait_s
+    router.sent("own", found, prompt(), tokens=100, now_s=5.0)
+    router.told("b", requests=1, waiting_tokens=100)  # which is our own
+    views, _ = router.views(prompt(), now_s=5.0)
+    b = next(view for view in views.values() if view.waiting == 1)
+    assert b.waiting_tokens == 100
+
+
 def test_without_workers_there_is_no_choice_and_one_too_many_is_refused() -> None:
     router = routing()
     assert router.choose(prompt(1), tokens=100, now_s=0.0) is None

@@ -30,7 +30,7 @@ from headstart.api.accounts import Account, Accounts
 from headstart.api.ask import Ask
 from headstart.api.behalf import headers_for
 from headstart.api.dialects import chat, completions, messages, responses
-from headstart.api.dialects.base import KEEPALIVE, About, Dialect
+from headstart.api.dialects.base import KEEPALIVE, About, Dialect, Shape
 from headstart.api.errors import (
     DeadlinePassed,
     ModelNotFound,
@@ -267,7 +267,6 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             if not ask.stream:
                 said = await unless_gone(request, flight.whole())
                 return await on_gone(request, ClientDisconnect()) if said is None else _as_said(said)
-            shape = dialect.shape(ask, _about(flight, account, request))
             events = flight.stream(router.keepalive_s)
             try:
                 first = await unless_gone(request, _next(events))
@@ -278,13 +277,15 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             finally:
                 if not streaming:
                     await events.aclose()
-            return _Passing(router, flight, events, first[0], shape)
+            return _Passing(router, flight, events, first[0], lambda: dialect.shape(ask, _about(flight, account, request)))
         except Refused as refused:
             account.status = refused.said.status
             account.settled("refused")
+            router.metrics.ended("refused", first_token_s=None, retries=0)
             return _as_said(refused.said)
         except RequestError as error:
             account.refused(error)
+            router.metrics.ended("refused", first_token_s=None, retries=0)
             raise
         except (ClientDisconnect, asyncio.CancelledError):
             account.left()
@@ -402,10 +403,16 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
 
 
 class _Passing(StreamingResponse):
-    """A stream of a worker. A client that takes nothing for a while is cut; who goes away ends the request at the worker."""
+    """A stream of a worker. A client that takes nothing for a while is cut; who goes away ends the request at the worker.
+    `shape`: makes the form of what the router itself has to say."""
 
     def __init__(
-        self, router: Router, flight: Flight, events: AsyncGenerator[bytes | None, None], first: bytes | None, shape: Any
+        self,
+        router: Router,
+        flight: Flight,
+        events: AsyncGenerator[bytes | None, None],
+        first: bytes | None,
+        shape: Callable[[], Shape],
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._parts(events, first, shape), media_type="text/event-stream", headers=headers)
@@ -413,15 +420,17 @@ class _Passing(StreamingResponse):
         self._flight = flight
         self._events = events
 
-    async def _parts(self, events: AsyncGenerator[bytes | None, None], first: bytes | None, shape: Any) -> AsyncIterator[bytes]:
-        yield shape.quiet() if first is None else first
+    async def _parts(
+        self, events: AsyncGenerator[bytes | None, None], first: bytes | None, shape: Callable[[], Shape]
+    ) -> AsyncIterator[bytes]:
+        yield shape().quiet() if first is None else first
         try:
             async for event in events:
-                yield shape.quiet() if event is None else event
+                yield shape().quiet() if event is None else event
         except Refused as refused:  # after keep-alives went out it can only be told as an event
-            yield b"".join(shape.failure(_told_of(refused.said)))
+            yield b"".join(shape().failure(_told_of(refused.said)))
         except RequestError as error:
-            yield b"".join(shape.failure(error))
+            yield b"".join(shape().failure(error))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stall_s = self._router.stall_s
