@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from headstart.gateway.cluster import Cluster
     from headstart.gateway.cluster_file import ClusterFile
 
 log = logging.getLogger("headstart")
@@ -66,14 +67,14 @@ def _run(file: ClusterFile, api_key: str | None) -> int:
     return INTERRUPTED if signal.SIGINT in told else 0
 
 
-def _metrics(cluster: object, port: int) -> None:
+def _metrics(cluster: Cluster, port: int) -> None:
     """Tell the planner's metrics on a port of this machine."""
     from prometheus_client import start_http_server
 
     from headstart.errors import AddressInUse
 
     try:
-        start_http_server(port, addr="127.0.0.1", registry=cluster.metrics)  # type: ignore[attr-defined]
+        start_http_server(port, addr="127.0.0.1", registry=cluster.metrics)
     except OSError as error:
         raise AddressInUse(f"port {port} for the planner's metrics is in use; choose another planner.metrics_port") from error
 

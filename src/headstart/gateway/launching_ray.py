@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -163,8 +164,6 @@ class Runner:
     """The actor: starts a worker's process where Ray put it, and ends when that does. Runs in Ray's process, not in ours."""
 
     def __init__(self, spec: str) -> None:
-        import threading
-
         import ray
 
         self._told = spec
