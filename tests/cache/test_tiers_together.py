@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -12,7 +13,6 @@ from threading import Event, Thread
 import pytest
 from cache_kit import cache_of, prompt
 
-from asking import eventually
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
@@ -32,8 +32,11 @@ HOUR_S = 3600.0
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Return once the moving thread has made `condition` true."""
-    eventually(condition, timeout_s=120.0)
+    """Return once the moving thread has made `condition` true; it is asked now and then, since asking takes its time."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
 
 
 class Wall:
