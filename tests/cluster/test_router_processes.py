@@ -12,7 +12,6 @@ import pytest
 
 from cluster.router_kit import Clients, Cluster, environment, eventually, killed_in_turn, question, streamed, whole
 
-pytestmark = pytest.mark.cluster
 TOKENS = 24
 TINY = ("--kv-memory", "256MiB", "--cache-memory", "16MiB", "--deterministic", "--max-running", "4")
 
@@ -23,6 +22,7 @@ def tiny(tiny_model_folder: Callable[..., Path]) -> Path:
     return tiny_model_folder("llama")
 
 
+@pytest.mark.cluster
 def test_no_answer_is_wrong_and_every_request_ends_while_workers_are_killed(tiny: Path, tmp_path: Path) -> None:
     with Cluster(tiny, tmp_path, 2, words=TINY) as cluster:
         right = [whole(cluster.workers[0].url, number, TOKENS) for number in range(12)]
@@ -55,6 +55,7 @@ def test_no_answer_is_wrong_while_a_worker_is_killed_every_20_seconds(
         assert not clients.wrong
 
 
+@pytest.mark.cluster
 def test_a_worker_that_is_stopped_loses_its_requests_to_another_and_comes_back(tiny: Path, tmp_path: Path) -> None:
     with Cluster(tiny, tmp_path, 2, words=TINY, route=("--dead-after-s", "2")) as cluster:
         right = [whole(cluster.workers[0].url, number, TOKENS) for number in range(6)]
@@ -67,6 +68,7 @@ def test_a_worker_that_is_stopped_loses_its_requests_to_another_and_comes_back(t
         eventually(lambda: cluster.state(stopped) == "ready", "it is taken back")
 
 
+@pytest.mark.cluster
 def test_a_router_that_starts_anew_knows_what_workers_hold(tiny: Path, tmp_path: Path) -> None:
     def reused(number: int) -> int:
         body: dict[str, Any] = {"messages": question(number, 600), "max_tokens": 1, "temperature": 0}
