@@ -16,7 +16,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -158,7 +160,10 @@ class Router:
             found = self.places(id, caller)
             return found[0].id if found else None
         for worker in self.places(id, caller):
-            status = (await self.ask(worker, "GET", f"/v1/responses/{id}", caller)).status
+            try:
+                status = (await self.ask(worker, "GET", f"/v1/responses/{id}", caller)).status
+            except NoWorker:
+                continue
             if status == 200:
                 self.named(id, worker.id, caller.tenant)
                 return worker.id
@@ -171,10 +176,8 @@ class Router:
 
     async def ask(self, worker: Worker, method: str, path: str, caller: Caller, body: bytes | None = None) -> Said:
         """Ask a worker for what is no generation. Raises NoWorker where it does not answer."""
-        import httpx
-
         request = self.fleet.client.build_request(
-            method, worker.address.url + path, content=body, headers=self.headers(worker, caller)
+            method, worker.address.url + quote(path), content=body, headers=self.headers(worker, caller)
         )
         try:
             async with asyncio.timeout(_ASK_S):
@@ -242,13 +245,16 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
     async def asking_who_knows(request: Request) -> Response:
         """Pass on what only the worker knows that answered: receipts, why, what was said, cancelling it."""
         caller = caller_of(request)
+        id = request.path_params["id"]
         said: Said | None = None
-        for worker in router.places(request.path_params["id"], caller):
-            said = await router.ask(worker, request.method, request.url.path, caller)
+        for worker in router.places(id, caller):
+            try:
+                said = await router.ask(worker, request.method, request.url.path, caller)
+            except NoWorker:
+                continue
             if said.status != 404:
                 break
         if said is None:
-            id = request.path_params["id"]
             raise NoSuchReceipt(f"there is no request {id[:64]!r}, or its worker is gone", code="not_found")
         return _as_said(said)
 
