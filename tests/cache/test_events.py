@@ -18,9 +18,13 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, load_config
 from headstart.errors import ConfigError
 from headstart.events import BlockStored, Publisher
+from headstart.metrics import Counters
 from headstart.testing.fake_kv import IDENTITY, TINY, FakeKV
 from headstart.tier.base import Tier
+from headstart.tier.disk import DiskTier
 from headstart.tier.memory import MemoryTier
+from headstart.tier.object import Bucket, ObjectTier
+from headstart.tier.pool import PoolTier
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -111,6 +115,33 @@ def test_a_block_that_lies_in_a_second_extent_is_not_told_as_removed(publisher: 
         saved(cache, other)
         router.until(lambda: names(other)[-1] in router.blocks.get("CPU", {}))
         assert set(names(longer)) <= router.blocks["CPU"].keys()
+
+
+def test_what_is_moved_to_another_tier_of_its_medium_is_not_told_as_removed(publisher: Publisher, tmp_path: Path) -> None:
+    disk, pool = DiskTier.open(tmp_path / "disk", capacity_bytes=16 << 20), PoolTier.open(tmp_path, capacity_bytes=16 << 20)
+    with told_cache(publisher, disk, pool) as cache, follow(publisher) as router:
+        kv, other = prompt(3 * 64), prompt(3 * 64, seed=9)
+        saved(cache, kv)
+        router.until(lambda: len(router.blocks.get("STORAGE", {})) == 3)
+        assert disk.delete([info.id for info in disk.scan()], reason="moved") == 1
+        saved(cache, other)
+        router.until(lambda: names(other)[-1] in router.blocks["STORAGE"])
+        assert set(names(kv)) <= router.blocks["STORAGE"].keys()
+        pool.delete([info.id for info in pool.scan()], reason="user")
+        router.until(lambda: not set(names(kv)) & router.blocks["STORAGE"].keys())
+
+
+def test_nothing_is_read_from_an_object_store_to_be_told(publisher: Publisher) -> None:
+    stores = pytest.importorskip("obstore.store")
+    bucket = Bucket(stores.MemoryStore(), where="bucket/prefix", counters=Counters())
+    store = ObjectTier.open_bucket(bucket, capacity_bytes=16 << 20)
+    with told_cache(publisher, MemoryTier(16 << 20), store) as cache, follow(publisher) as router:
+        kv = prompt(3 * 64)
+        saved(cache, kv)
+        router.until(lambda: len(router.blocks.get("CPU", {})) == 3)
+        router.catch_up(0)
+        assert "STORAGE" not in router.blocks
+        assert store.statistics().counters.get("bytes_read", 0) == 0
 
 
 def test_after_a_restart_everything_is_cleared_and_what_is_on_disk_is_told(tmp_path: Path) -> None:

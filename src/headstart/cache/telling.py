@@ -3,9 +3,9 @@
     tier ─(blocks came, went)─▶ queue ─▶ this thread: are they there now? ─▶ stored, with tokens | removed ─▶ Publisher
 
 A change only says where to look: stored is what a tier finds now, and removed what it does not, so that neither a block that
-lies in a second extent nor one that came back is told wrong. Tokens stand in the extents' headers, which are read for it. What
-cannot be told one by one, because the queue ran over or a device came or went, is told anew: everything cleared, then what is
-there.
+lies in a second extent, or in another tier of the medium, nor one that came back is told wrong. Tokens stand in the extents'
+headers, which are read for it. What cannot be told one by one, because the queue ran over or a device came or went, is told
+anew: everything cleared, then what is there.
 
 Nobody waits for this thread. The first block of an adapter's prompts is known as such once its identity was told (`know`).
 """
@@ -25,7 +25,7 @@ from headstart.block.representation import Representation
 from headstart.cache.faults import counted
 from headstart.events import MEMORY, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, Event, Publisher
 from headstart.metrics import Counters
-from headstart.tier.base import Change, ExtentId, ExtentInfo, ReadRange, Tier, WatchedTier
+from headstart.tier.base import Change, ExtentId, ExtentInfo, FarTier, ReadRange, Tier, WatchedTier
 
 _MAX_CHANGES = 4096
 _MAX_ADAPTERS = 1024
@@ -47,7 +47,8 @@ class Telling:
         publisher: Publisher,
         counters: Counters,
     ) -> None:
-        self._tiers = [tier for tier in tiers if isinstance(tier, WatchedTier)]
+        # Of a tier where every header that is read is a request nothing is told: all workers share it, and it may be large.
+        self._tiers = [tier for tier in tiers if isinstance(tier, WatchedTier) and not isinstance(tier, FarTier)]
         self._representation = representation
         self._publisher = publisher
         self._counters = counters
@@ -144,7 +145,12 @@ class Telling:
             if change.came:
                 yield from self._stored(tier, dict.fromkeys(placement.ids()))
                 return
-            gone = [key[:_NAME_BYTES] for key, at in zip(change.keys, placement.extents.tolist(), strict=True) if at < 0]
+            absent = placement.extents < 0
+            for other in self._tiers:  # it may have been moved, and routers know media alone
+                if other is not tier and _medium(other) == _medium(tier):
+                    with counted(self._counters, other, "locate"):
+                        absent &= other.locate(change.representation, change.keys).extents < 0
+            gone = [key[:_NAME_BYTES] for key, is_gone in zip(change.keys, absent.tolist(), strict=True) if is_gone]
             if gone:
                 yield BlockRemoved(gone, _medium(tier))
 
