@@ -26,7 +26,7 @@ _READS_AT_ONCE = 8
 _LIST_PAGE = 1000  # what services give at once, and so what a request for more is counted by
 _DELETE_PAGE = 1000
 _CONNECT_S = 3.0
-_SLOWEST_BYTES_S = 1 << 20  # a part that goes slower than that has failed
+SLOWEST_BYTES_S = 1 << 20  # a part that goes slower than that has failed
 _MOST_RETRIES = 4
 _TRIED = "condition"  # an object that is put only to see whether a service lets nobody put it again
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -239,7 +239,7 @@ def _patience(answer_s: float) -> dict[str, Any]:
         "client_options": {
             "allow_http": True,  # where the operator's endpoint says so; services' own are https
             "connect_timeout": timedelta(seconds=_CONNECT_S),
-            "read_timeout": timedelta(seconds=max(answer_s, PART_BYTES / _SLOWEST_BYTES_S)),
+            "read_timeout": timedelta(seconds=max(answer_s, PART_BYTES / SLOWEST_BYTES_S)),
             "timeout": timedelta(seconds=4 * answer_s),
             "user_agent": "headstart",
         },

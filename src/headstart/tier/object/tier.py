@@ -23,7 +23,7 @@ from headstart.tier.disk.directory import OBJECTS, Directory
 from headstart.tier.disk.new_record import UNPLACED
 from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader
 from headstart.tier.disk.tier import MIN_CAPACITY_BYTES
-from headstart.tier.object.bucket import Bucket
+from headstart.tier.object.bucket import SLOWEST_BYTES_S, Bucket
 from headstart.tier.object.collecting import Appointed, ObjectCollector
 from headstart.tier.object.joining import firmest, groups_of, joined
 from headstart.tier.object.object_disk import ObjectDisk
@@ -46,6 +46,7 @@ class ObjectTier(PoolTier):
     name = "object"
     request_bytes = 4 << 20  # at some 20 ms to the first byte and 100 MB/s a connection, two thirds of the time brings bytes
     _called, _medium = "object store", "service"
+    _slowest_bytes_s = SLOWEST_BYTES_S
     _opens_within = 2  # every extent is a segment, with records of its own
     _to_make, _to_mend = "make the bucket", "look after its endpoint and the network"
     _bucket: Bucket

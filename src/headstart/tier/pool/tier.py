@@ -56,7 +56,6 @@ from headstart.tier.pool.timing import Timing
 from headstart.tier.surveying import ROWS, Survey
 
 T = TypeVar("T")
-_SLOWEST_BYTES_S = 4 << 20  # a mount that writes slower than that hangs
 _SCAN_ROWS = 2048
 _TURN_S = 0.3  # how long following waits for a write
 
@@ -72,6 +71,7 @@ class PoolTier:
     # What it is called, and what to do where it is not there or silent: told in messages.
     _called, _medium = "pool", "file system"
     _opens_within = 1  # times what an answer takes
+    _slowest_bytes_s = 4 << 20  # what writes slower than that hangs
     _to_make, _to_mend = "mount its file system, or make the directory", "look after its mount"
 
     def __init__(self, store: PoolStore, terms: Election, collector: Collector) -> None:
@@ -231,7 +231,7 @@ class PoolTier:
         try:
             outcome = self._ask(
                 lambda: store.add(image, representation, added, header.keys, attempt),
-                patience_s=store.timing.answer_s + image.nbytes / _SLOWEST_BYTES_S,
+                patience_s=store.timing.answer_s + image.nbytes / self._slowest_bytes_s,
                 late="write_timed_out",
             )
         except StoreError as error:
@@ -264,7 +264,7 @@ class PoolTier:
         try:
             outcomes = self._ask(
                 lambda: store.add_all(some, representation, attempt),
-                patience_s=store.timing.answer_s + sum(image.nbytes for image in images) / _SLOWEST_BYTES_S,
+                patience_s=store.timing.answer_s + sum(image.nbytes for image in images) / self._slowest_bytes_s,
                 late="write_timed_out",
             )
         except StoreError as error:
