@@ -98,6 +98,15 @@ def test_what_a_query_selects_is_moved_and_given_again_nothing_is_left_to_do(run
     assert len(run.json("ls")["prefixes"]) == 2
 
 
+def test_an_object_store_that_would_hold_nothing_is_told_in_a_sentence(
+    run: Run, places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_OBJECT_STORE", f"file://{tmp_path}")
+    monkeypatch.setenv("HEADSTART_CACHE_OBJECT_CAPACITY", "1kB")
+    said = run("move", "--from", "disk", "--to", "object", code=2)
+    assert "cache.object_capacity: an object store of 1000 bytes holds nothing; give at least" in said
+
+
 def test_pins_go_along_and_a_tenant_over_its_quota_is_left_where_it_is(
     run: Run, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

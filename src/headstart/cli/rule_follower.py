@@ -18,6 +18,7 @@ from headstart.errors import ConfigError
 from headstart.policy.rule_text import parse_rules
 
 LOOK_S = 1.0
+_ENDS_S = 5.0  # a file on a mount that hangs keeps no server from ending
 log = logging.getLogger("headstart")
 
 
@@ -48,7 +49,7 @@ class RuleFollower:
         self._ended = True
         self._look.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_ENDS_S)
 
     def _run(self, cache: PrefixCache) -> None:
         while True:

@@ -140,7 +140,10 @@ class _Place:
         self.require(name)
         found: list[Tier]
         if name == "object":
-            found = [open_object_store(self.config, passing=True)]
+            try:
+                found = [open_object_store(self.config, passing=True)]
+            except ValueError as error:
+                raise ConfigError(f"cache.object_capacity: {error}", key="cache.object_capacity") from error
         elif self._pool is not None and name == "pool":
             with looked_at_pool(self._pool, self.config) as look:
                 found = [open_pool(look, self.config)]
