@@ -49,7 +49,7 @@ def saved(server: ServerProcess) -> None:
 
 
 def test_servers_and_a_notebook_share_one_memory_that_outlives_them(smollm2_folder: Path, node: Path, tmp_path: Path) -> None:
-    shared = ["--node-memory", "256MiB", "--node-directory", str(node)]
+    shared = ["--node-memory", "48MiB", "--node-directory", str(node)]
     arguments = [str(smollm2_folder), "--cache-capacity", "0", "--context", "2048", *shared]
     draw = random.Random(7)
     prompt = [draw.randrange(1000, 40_000) for _ in range(TOKENS)]
@@ -68,7 +68,7 @@ def test_servers_and_a_notebook_share_one_memory_that_outlives_them(smollm2_fold
         one.start()
         assert ask(one, prompt) == (text, WHOLE)
         model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-        settings = {"cache.capacity": "0", "cache.node_memory": "256MiB", "cache.node_directory": str(node)}
+        settings = {"cache.capacity": "0", "cache.node_memory": "48MiB", "cache.node_directory": str(node)}
         with open_store(model, settings) as store, store.cache(torch.tensor(prompt)) as cache:
             assert cache.cached_tokens == WHOLE
             assert [tier.name for tier in store.statistics().tiers] == ["memory"]
