@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_a_place_that_others_could_read_or_have_made_is_refused(shared_memory: P
     if os.geteuid() == 0:
         os.chown(shared_memory / "own", 65534, 65534)
         assert "not a directory of this user's own" in refused(shared_memory / "own")
+
+
+def test_a_place_on_a_disk_is_refused(tmp_path: Path) -> None:
+    """Engines ask memory themselves and wait for it; a disk is asked by a thread, with patience, and wears out."""
+    kind = file_system_of(tmp_path)
+    if kind == "tmpfs":
+        pytest.skip("temporary files lie in memory here")
+    assert f"lies on {kind}, which is not in memory" in refused(tmp_path / "node")
+    assert not (tmp_path / "node").exists()
+
+
+def file_system_of(path: Path) -> str:
+    return subprocess.run(["df", "--output=fstype", path], capture_output=True, text=True, check=True).stdout.split()[1]
 
 
 def test_more_than_the_file_system_holds_is_refused(shared_memory: Path) -> None:

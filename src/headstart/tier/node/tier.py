@@ -29,6 +29,7 @@ from headstart.tier.disk.door import DIRECTORY_MODE
 from headstart.tier.disk.tier import FOLLOW_S
 
 _LEFT_FREE = 16  # such a part of the file system is left to others: who maps its memory dies where it is full
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NOTHING_PROMISED = Retention({DEFAULT_CLASS: Span(0, None)})
 
 
@@ -92,6 +93,12 @@ def _require_own(directory: Path) -> None:
         raise TierUnavailable(
             f"there is no {directory.parent} on this machine; name a directory on a file system in memory", path=directory
         )
+    kind = _file_system(directory if directory.exists() else directory.parent)
+    if kind not in (*_IN_MEMORY, None):
+        raise TierUnavailable(
+            f"{directory} lies on {kind}, which is not in memory; name a directory on tmpfs, or none for /dev/shm",
+            path=directory,
+        )
     with suppress(FileExistsError):
         os.mkdir(directory, DIRECTORY_MODE)
     found = os.lstat(directory)
@@ -101,3 +108,14 @@ def _require_own(directory: Path) -> None:
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise TierUnavailable(f"{directory} is open to other users; chmod 700 it, or remove it", path=directory)
+
+
+def _file_system(path: Path) -> str | None:
+    """Return the kind of file system that a path lies on; None where the system does not tell."""
+    device = os.stat(path).st_dev
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            where, _, what = line.partition(" - ")
+            if where.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return what.split()[0]
+    return None
