@@ -169,8 +169,7 @@ def test_what_was_promised_is_written_down_before_anything_is_removed(
     monkeypatch.setattr(disk, "delete", another_machine_looks)
     apply(cache, "move to pool")
     until(lambda: bool(seen))
-    assert len(seen) == 1
-    assert seen[0] >= info.guaranteed_until_ms
+    assert min(seen) >= info.guaranteed_until_ms
 
 
 def test_what_is_pinned_or_read_stays_until_it_is_not(cache: PrefixCache, disk: DiskTier) -> None:
@@ -326,15 +325,20 @@ def test_a_tier_that_lets_nothing_go_is_said_so_once_and_asked_later(
 
     disk.write(prompt(641).image(0, 10), TINY)
     monkeypatch.setattr(disk, "moving", refuses)
+    monkeypatch.setattr("headstart.cache.tiering._TROUBLE_S", 300.0)
     apply(cache, "move to pool")
     until(lambda: counted(cache, "failed_source") == 1)
     for _ in range(2):
         cache._tiering.step(cache._tiering.policy)
     assert counted(cache, "failed_source") == caplog.text.count("nothing is moved out of the tier 'disk'") == 1
     monkeypatch.undo()
-    cache._tiering._trouble.clear()  # the while is over
-    cache._tiering.wake()
-    until(lambda: extents(cache) == {"disk": 0, "pool": 1})
+
+    def moved_once_the_while_is_over() -> bool:
+        cache._tiering._trouble.clear()
+        cache._tiering.wake()
+        return extents(cache) == {"disk": 0, "pool": 1}
+
+    until(moved_once_the_while_is_over)
 
 
 def test_rules_of_the_configuration_hold_from_the_beginning_and_those_without_effect_are_told(

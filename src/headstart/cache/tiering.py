@@ -163,7 +163,7 @@ class Tiering:
         looked_s = 0.0
         now = self._clock()
         self._avoided = {key: until for key, until in self._avoided.items() if until > now}
-        self._trouble = {key: one for key, one in self._trouble.items() if one.failures}  # else one for each tenant there was
+        self._trouble = {key: one for key, one in list(self._trouble.items()) if one.failures}  # few
         for number, source in enumerate(self._sources):
             begun = self._clock()
             works: list[_Work] = []
