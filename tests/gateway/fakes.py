@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-Say = Callable[[str, bytes], "bytes | list[bytes] | None"]
+Say = Callable[[str, bytes], "bytes | Iterable[bytes] | None"]
 
 
 class Fake:
@@ -22,6 +22,7 @@ class Fake:
         self.models = models
         self.started = started
         self.asked: list[tuple[str, bytes]] = []
+        self.heads: list[dict[str, str]] = []  # of each of those
         self.hung_up = threading.Event()  # a client went away
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -62,10 +63,14 @@ class Fake:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while (request := _request(connection)) is not None:
-                method, path, body = request
+                method, path, head, body = request
                 if method == "GET":
                     connection.sendall(self._about(path))
                     continue
+                if path == "/tokenize":
+                    connection.sendall(http(404, b"{}"))
+                    continue
+                self.heads.append(head)
                 self.asked.append((path, body))
                 said = self.say(path, body)
                 if said is None:
@@ -123,7 +128,7 @@ def stream(*texts: str, ends: bool = True) -> list[bytes]:
     return [STREAM, chunk(None), *map(chunk, texts), *(end if ends else [])]
 
 
-def _request(connection: socket.socket) -> tuple[str, str, bytes] | None:
+def _request(connection: socket.socket) -> tuple[str, str, dict[str, str], bytes] | None:
     data = b""
     while b"\r\n\r\n" not in data:
         more = connection.recv(1 << 16)
@@ -132,8 +137,12 @@ def _request(connection: socket.socket) -> tuple[str, str, bytes] | None:
         data += more
     head, _, body = data.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
-    size = next((int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:")), 0)
+    named = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    size = int(named.get("content-length", 0))
     while len(body) < size:
-        body += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:
+            return None
+        body += more
     method, path, _ = lines[0].split(" ", 2)
-    return method, path, body
+    return method, path, named, body

@@ -58,10 +58,12 @@ async def _read(request: Request, more: Callable[[int], None], most: int) -> byt
 
 
 class Bodies:
-    """How many bytes of bodies are held at once: those that are being read, parsed or tokenised."""
+    """How many bytes of bodies are held at once, at most `most_bytes`: by default those that are being read, parsed or
+    tokenised."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
         self.held_bytes = 0
+        self._most_bytes = most_bytes
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
@@ -74,7 +76,7 @@ class Bodies:
             nonlocal mine
             mine += nbytes
             self.held_bytes += nbytes
-            if self.held_bytes > BODIES_BYTES:
+            if self.held_bytes > (self._most_bytes or BODIES_BYTES):
                 raise TooManyWaiting(
                     "the requests that are being read are too large together; try again in a moment",
                     code="rate_limit_exceeded",
@@ -88,7 +90,7 @@ class Bodies:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what `work` returns, or None, with the work cancelled, when the client goes away first."""
+    """Return what `work` returns, or None, with the work cancelled and ended, when the client goes away first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -102,6 +104,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
     finally:
         task.cancel()
         leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 class RequestId:

@@ -46,9 +46,16 @@ class Seen:
     ended: bool = False
     error: Mapping[str, Any] | None = None
     answers: int = 1
+    tokens: int = 0  # about: events that said something
 
     def event(self, event: bytes) -> Mark:
         """Return what an event is, its blank line left out. Raises Garbled."""
+        try:
+            return self._event(event)
+        except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+            raise Garbled(f"an event cannot be read: {type(error).__name__}: {str(error)[:128]}") from error
+
+    def _event(self, event: bytes) -> Mark:
         data = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
         if not data:
             return Mark.QUIET
@@ -56,11 +63,9 @@ class Seen:
             self.ended = True
             return Mark.LAST
         if self.begun and not _tells(data):
+            self.tokens += b"delta" in data or b'"text"' in data
             return Mark.TOKEN
-        try:
-            content = msgspec.json.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Garbled(f"an event is no JSON: {error}") from error
+        content = msgspec.json.decode(data)
         if not isinstance(content, dict):
             raise Garbled("an event is no JSON object")
         kind = content.get("type")
@@ -91,7 +96,7 @@ class Seen:
             raise Garbled("a chunk has no choices")
         if not choices:
             return Mark.USAGE if content.get("usage") else Mark.QUIET if self.begun else Mark.OPENING
-        said = False
+        said = ends = False
         for choice in choices:
             if not isinstance(choice, dict):
                 raise Garbled("a choice is no JSON object")
@@ -99,9 +104,10 @@ class Seen:
             self.answers = max(self.answers, int(choice.get("index") or 0) + 1)
             self._finished(choice.get("finish_reason"))
             parts = {**(delta if isinstance(delta, dict) else {}), "text": choice.get("text")}
-            said = said or bool(choice.get("finish_reason")) or any(parts.get(name) for name in _SAID)
-        said = said or "prompt_progress" in content  # which cannot be said twice
-        self.begun = self.begun or said
+            said = said or any(parts.get(name) for name in _SAID)
+            ends = ends or bool(choice.get("finish_reason"))
+        self.tokens += said
+        self.begun = self.begun or said or ends or "prompt_progress" in content  # none of which can be said twice
         return Mark.TOKEN if self.begun else Mark.OPENING
 
     def _typed(self, kind: str, content: dict[str, Any]) -> Mark:
@@ -123,6 +129,7 @@ class Seen:
             self._finished("length" if kind == "response.incomplete" else None)
             self.begun = self.ended = True
             return Mark.LAST
+        self.tokens += kind.endswith("delta") and kind != "message_delta"
         self.begun = self.begun or kind not in _OPENINGS
         return Mark.TOKEN if self.begun else Mark.OPENING
 
@@ -168,7 +175,7 @@ async def events_of(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for part in parts:
         rest += part
         if b"\r" in rest:  # some servers end lines so
-            if rest.endswith(b"\r"):
+            if rest.endswith(b"\r") and len(rest) <= EVENT_BYTES:
                 continue
             rest = rest.replace(b"\r\n", b"\n")
         *whole, rest = rest.split(b"\n\n")

@@ -36,7 +36,7 @@ class Apart(Direct):
     @asynccontextmanager
     async def send(self, order: Order, *, but: Collection[str]) -> AsyncIterator[Sent]:
         routing, clock, known = self.fleet.routing, self.fleet.clock, order.known
-        id = f"{order.asked.request}#prompt"
+        id = f"{order.asked.request}#prompt{next(self._numbers)}"  # a client may use one name twice
         expected: asyncio.TimerHandle | None = None
 
         def computed() -> None:

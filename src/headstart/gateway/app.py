@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from random import sample
 from typing import Any
 from urllib.parse import quote
 
@@ -37,6 +40,7 @@ from headstart.api.errors import (
     DeadlinePassed,
     ModelNotFound,
     NoSuchReceipt,
+    NoSuchResponse,
     NotReady,
     NoWorker,
     ReaderTooSlow,
@@ -59,6 +63,7 @@ from headstart.api.streaming import STALL_S
 from headstart.errors import RequestError
 from headstart.gateway.admin import Admin
 from headstart.gateway.apart import Apart
+from headstart.gateway.asking import answer_of
 from headstart.gateway.decisions import Asked, Decisions
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.forward import Flight
@@ -72,6 +77,9 @@ log = logging.getLogger("headstart")
 KEEPALIVE_S = 10.0
 _PLACES = 1 << 16  # answers of which it is remembered who gave them
 _ASK_S = 60.0  # for what needs no engine
+_LOOK_UP_S = 5.0  # in which a worker says whether it has an answer
+_UNSENT_BYTES = 1 << 30  # of bodies that may have to be sent once more: of all requests without a token
+_NAME_CHARACTERS = 256
 _PASSED = (
     *("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate"),
     *("x-headstart-priority", "x-headstart-session", "x-headstart-retention"),
@@ -99,6 +107,7 @@ class Router:
         self.decisions = Decisions()
         self.metrics = Metrics(fleet)
         self.bodies = Bodies()
+        self.unsent = Bodies(_UNSENT_BYTES)
         self.sending = sending or Apart(fleet)
         self.keepalive_s = keepalive_s
         self.stall_s = stall_s
@@ -132,7 +141,7 @@ class Router:
         """Return the name that workers know. Raises ModelNotFound where there are several models and it is none."""
         name = self._aliases.get(model or "", model)
         models = self.fleet.models()
-        if name in models or self.fleet.one_model or not models:
+        if name in models or ((self.fleet.one_model or not models) and len(name or "") <= _NAME_CHARACTERS):
             return name
         there = ", ".join(map(repr, sorted(models)))
         raise ModelNotFound(
@@ -141,7 +150,7 @@ class Router:
 
     def named(self, id: str, worker: str, tenant: str) -> None:
         """Remember who gave an answer."""
-        if id:
+        if _is_name(id):
             self._places[id] = worker, tenant
             while len(self._places) > _PLACES:
                 self._places.popitem(last=False)
@@ -149,6 +158,8 @@ class Router:
     def places(self, id: str, caller: Caller) -> list[Worker]:
         """Return who may know of an answer; nobody, where it is known to be another tenant's. Of answers that were given before
         the router started all are asked that can tell tenants apart."""
+        if not _is_name(id):
+            return []
         if (found := self._places.get(id)) is not None:
             worker = self.fleet.workers.get(found[0])
             return [worker] if worker is not None and found[1] == caller.tenant else []
@@ -159,34 +170,38 @@ class Router:
         if id in self._places:
             found = self.places(id, caller)
             return found[0].id if found else None
-        for worker in self.places(id, caller):
-            try:
-                status = (await self.ask(worker, "GET", f"/v1/responses/{id}", caller)).status
-            except NoWorker:
-                continue
-            if status == 200:
+        asked = self.places(id, caller)
+        for worker, has in zip(asked, await asyncio.gather(*(self._has(one, id, caller) for one in asked)), strict=True):
+            if has:
                 self.named(id, worker.id, caller.tenant)
                 return worker.id
         return None
+
+    async def _has(self, worker: Worker, id: str, caller: Caller) -> bool:
+        try:
+            return (await self.ask(worker, "GET", f"/v1/responses/{id}", caller, timeout_s=_LOOK_UP_S)).status == 200
+        except NoWorker:
+            return False
 
     def headers(self, worker: Worker, caller: Caller) -> dict[str, str]:
         """Return what a worker is told beside a body."""
         told = {**self.fleet.headers, "content-type": "application/json"}
         return told | headers_for(caller) if worker.trusted else told
 
-    async def ask(self, worker: Worker, method: str, path: str, caller: Caller, body: bytes | None = None) -> Said:
+    async def ask(
+        self, worker: Worker, method: str, path: str, caller: Caller, body: bytes | None = None, *, timeout_s: float = _ASK_S
+    ) -> Said:
         """Ask a worker for what is no generation. Raises NoWorker where it does not answer."""
         request = self.fleet.client.build_request(
             method, worker.address.url + quote(path), content=body, headers=self.headers(worker, caller)
         )
         try:
-            async with asyncio.timeout(_ASK_S):
-                response = await self.fleet.client.send(request)
-        except (httpx.HTTPError, TimeoutError) as error:
+            async with asyncio.timeout(timeout_s):
+                response = await answer_of(self.fleet.client, request)
+        except (httpx.HTTPError, TimeoutError, ValueError) as error:
             self.fleet.doubt(worker)
             raise NoWorker("the worker does not answer; try again in a moment", code="no_worker", retry_after_s=2) from error
-        kind = response.headers.get("content-type", "application/json")
-        return Said(response.status_code, {"content-type": kind}, response.content)
+        return Said(response.status_code, {"content-type": response.headers["content-type"]}, response.content)
 
 
 def build_app(router: Router, *, host: str) -> ASGIApp:
@@ -233,9 +248,9 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         caller = caller_of(request)
         with accounts.admitted(caller), router.bodies.holding() as more:
             body = await read_body(request, more, most=caller.body_bytes(BODY_BYTES))
-            named = _field(body, "model")
+            named = _field(body, "model") if len(body) <= INLINE_BYTES else await asyncio.to_thread(_field, body, "model")
             able = fleet.able(router.meant(named if isinstance(named, str) else None))
-            for worker in able[:2]:
+            for worker in sample(able, min(2, len(able))):
                 try:
                     return _as_said(await router.ask(worker, "POST", request.url.path, caller, body))
                 except NoWorker:
@@ -268,6 +283,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         account = accounts.open(caller, endpoint=request.url.path, id=f"refused-{uuid.uuid4().hex}", headers=request.headers)
         router.in_flight += 1
         streaming = False
+        flight: Flight | None = None
         try:
             ask, flight = await begun(dialect, request, account)
             if not ask.stream:
@@ -285,13 +301,11 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                     await events.aclose()
             return _Passing(router, flight, events, first[0], lambda: dialect.shape(ask, _about(flight, account, request)))
         except Refused as refused:
-            account.status = refused.said.status
-            account.settled("refused")
-            router.metrics.ended("refused", first_token_s=None, retries=0)
             return _as_said(refused.said)
         except RequestError as error:
+            if not account.closed:
+                router.metrics.ended("refused", first_token_s=None, retries=0)
             account.refused(error)
-            router.metrics.ended("refused", first_token_s=None, retries=0)
             raise
         except (ClientDisconnect, asyncio.CancelledError):
             account.left()
@@ -302,6 +316,8 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         finally:
             if not streaming:
                 router.in_flight -= 1
+                if flight is not None:
+                    flight.order.let_go()
 
     async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Flight]:
         caller = account.caller
@@ -317,8 +333,16 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             account.session, account.retention = ask.handling.session or ask.caching.session, ask.handling.retention
             account.max_tokens = ask.max_tokens
             pinned = None if ask.previous is None else await router.known_place(ask.previous, caller)
+            if ask.previous is not None and pinned is None and caller.key is not None:
+                # A worker that knows no tenants would go on from anybody's.
+                raise NoSuchResponse(
+                    f"there is no response {ask.previous[:64]!r}, or its worker is gone; send the whole conversation instead",
+                    code="previous_response_not_found",
+                    param="previous_response_id",
+                )
             able = fleet.able(model)
-            apart = _text_salt(ask) if caller.key is not None and not all(one.trusted for one in able) else None
+            salt = None if caller.key is None else _text_salt(ask)
+            apart = None if all(one.trusted for one in able) else salt
             known = await router.prompts.of(
                 ask,
                 root=fleet.root_of(model),
@@ -337,15 +361,26 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
         path = request.url.path
         injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
+        if injects:
+            work = partial(_with, body, usage=True)
+            body = work() if len(body) <= INLINE_BYTES else await asyncio.to_thread(work)
+        with ExitStack() as held:
+            held.enter_context(router.unsent.holding())(len(body))
+            unsent = held.pop_all()
+        bodies = [body]
+        limited = _limited(ask)
         passed = {name: request.headers[name] for name in _PASSED if name in request.headers} | {"x-request-id": id}
         ends_s = None if deadline_s is None else time.monotonic() + deadline_s
 
         def body_for(worker: Worker) -> bytes:
-            salt = None if caller.key is None or worker.trusted else _text_salt(ask)
-            return _with(body, usage=injects, salt=salt) if injects or salt is not None else body
+            return bodies[0] if salt is None or worker.trusted else _with(bodies[0], salt=salt)
+
+        def let_go() -> None:
+            bodies.clear()
+            unsent.close()
 
         def headers(worker: Worker) -> dict[str, str]:
-            told = passed | router.headers(worker, caller)
+            told = passed | ({} if worker.trusted else limited) | router.headers(worker, caller)
             if ends_s is not None:
                 told["x-headstart-deadline"] = f"{max(0.001, ends_s - time.monotonic()):.3f}"
             return told
@@ -363,6 +398,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             body_for=body_for,
             headers_for=headers,
             pinned=pinned,
+            let_go=let_go,
         )
         flight = Flight(
             fleet,
@@ -375,7 +411,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             on_named=on_named,
             metrics=router.metrics,
         )
-        return ask, flight
+        return replace(ask, messages=None, prompt="", tools=None), flight  # what is long is not kept as long as the answer
 
     admin = Admin(fleet, router.decisions, accounts)
     app = Starlette(
@@ -456,6 +492,7 @@ class _Passing(StreamingResponse):
             log.info("a stream ended: its client took nothing for %g s", stall_s)
         finally:
             await self._events.aclose()
+            self._flight.order.let_go()
             self._router.in_flight -= 1
 
 
@@ -506,7 +543,22 @@ def _text_salt(ask: Ask) -> str:
     return hashlib.sha256(b"headstart.gateway.salt\0" + data).hexdigest()
 
 
-def _with(body: bytes, *, usage: bool, salt: str | None) -> bytes:
+def _limited(ask: Ask) -> dict[str, str]:
+    """Return how a caller with a key may have its request handled, for workers that do not know it."""
+    caller, handling = ask.caller, ask.handling
+    if caller.key is None:
+        return {}
+    retention = caller.retention if handling.retention == "default" else handling.retention
+    told = {"x-headstart-priority": str(caller.priority(handling.priority)), "x-headstart-retention": retention}
+    return told | ({"x-headstart-session": caller.session(handling.session)} if handling.session else {})
+
+
+def _is_name(id: str) -> bool:
+    """Whether this can be the name of an answer; what is none could be a path that workers are not to be asked for."""
+    return re.fullmatch(rf"[A-Za-z0-9_:.-]{{1,{_NAME_CHARACTERS}}}", id) is not None and id.strip(".") != ""
+
+
+def _with(body: bytes, *, usage: bool = False, salt: str | None = None) -> bytes:
     """Return a body that asks for usage in its stream, and has this salt; all else as the client wrote it."""
     content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     if usage:

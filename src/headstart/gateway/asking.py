@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import httpx
 import msgspec
 
+from headstart.errors import ConfigError
 from headstart.gateway.worker import Address, Handoff, Report, Role, endpoint_seen_from, with_guesses
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _STARTED = "process_start_time_seconds"
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 64 << 20
+_COSTS = {"prefill": 2, "step": 3, "disk": 2, "pool": 2}  # how many a speed has
+_NONSENSE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, msgspec.MsgspecError)
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? ([-+0-9.eE]+|NaN)(?: \d+)?$", re.MULTILINE | re.ASCII)
 
 
@@ -66,23 +70,43 @@ async def ask(client: httpx.AsyncClient, address: Address, headers: Mapping[str,
                 raise Unwell(f"it refuses the router's key (HTTP {response.status_code}); give both the same server.router_key")
         return await _foreign(client, address, headers, known)
     except httpx.ConnectError as error:
-        raise Unwell(f"nothing answers at {address.url}: {error}", gone=True) from error
+        raise Unwell(f"nothing answers at {address.url}: {error}", gone=_refused(error)) from error
     except httpx.TimeoutException as error:
         raise Unwell("it does not answer in time") from error
-    except (httpx.HTTPError, ValueError, TypeError, msgspec.MsgspecError) as error:
-        raise Unwell(f"it answers what cannot be read: {error or type(error).__name__}") from error
+    except (httpx.HTTPError, ConfigError, *_NONSENSE) as error:
+        raise Unwell(f"it answers what cannot be read: {type(error).__name__}: {str(error)[:256]}") from error
 
 
-async def _get(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> httpx.Response:
-    async with client.stream("GET", url, headers=headers) as response:
-        content = b""
+def _refused(error: BaseException) -> bool:
+    """Whether nothing listens there; everything else may be this machine's or the network's doing, such as too many open
+    files."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ConnectionRefusedError):
+            return True
+        if isinstance(found, BaseExceptionGroup):  # of a name with several addresses
+            return all(map(_refused, found.exceptions))
+        found = found.__cause__ or found.__context__
+    return False
+
+
+async def answer_of(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """Return a whole answer: status, kind and content. Raises ValueError for one without end."""
+    response = await client.send(request, stream=True)
+    try:
+        content = bytearray()
         async for part in response.aiter_bytes():
             content += part
             if len(content) > _MOST_BYTES:
-                raise ValueError(f"{url} answers more than {_MOST_BYTES >> 20} MiB")
-        return httpx.Response(
-            response.status_code, headers={"content-type": response.headers.get("content-type", "")}, content=content
-        )
+                raise ValueError(f"{request.url} answers more than {_MOST_BYTES >> 20} MiB")
+    finally:
+        await response.aclose()
+    kind = response.headers.get("content-type", "application/json")
+    return httpx.Response(response.status_code, headers={"content-type": kind}, content=bytes(content))
+
+
+async def _get(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> httpx.Response:
+    return await answer_of(client, client.build_request("GET", url, headers=headers))
 
 
 def _ours(content: bytes, address: Address) -> Report:
@@ -105,7 +129,7 @@ def _ours(content: bytes, address: Address) -> Report:
         waiting_tokens=told.waiting_tokens,
         kv_tokens=told.kv.get("capacity_tokens") or None,
         kv_used=told.kv.get("used_tokens"),
-        speeds=with_guesses(told.speeds, token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
+        speeds=with_guesses(_speeds(told.speeds), token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
         roots={name: bytes.fromhex(root) for name, root in told.roots.items()},
         representation=bytes.fromhex(told.representation) or None,
         events=None if endpoint is None else (endpoint, replay or ""),
@@ -115,6 +139,19 @@ def _ours(content: bytes, address: Address) -> Report:
         token_bytes=told.kv.get("token_bytes", 1 << 16),
         handoff=None if told.handoff is None else _handoff(told.handoff, address),
     )
+
+
+def _speeds(told: dict[str, Any]) -> dict[str, Any]:
+    """Return them. Raises ValueError for costs that are none, which every estimate would fail on."""
+    for name, count in _COSTS.items():
+        costs = told.get(name, [0.0] * count)
+        if not isinstance(costs, list) or len(costs) != count or not all(_is_cost(one) for one in costs):
+            raise ValueError(f"its speed {name} has not {count} costs of 0 or more")
+    return told
+
+
+def _is_cost(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value) and value >= 0
 
 
 def _handoff(told: _Handoff, address: Address) -> Handoff:

@@ -11,6 +11,7 @@ from headstart.policy.routing.estimate import Estimate
 from headstart.policy.routing.router import Decision
 
 MOST = 1000
+_LATEST = 7  # attempts of a request that are kept, beside its first
 
 
 @dataclass(slots=True)
@@ -50,6 +51,13 @@ class Asked:
     session: str = ""
     answer: str = ""
     attempts: list[Attempt] = field(default_factory=list)
+    tries: int = 0
+
+    def tried(self, attempt: Attempt) -> None:
+        """Note one more attempt."""
+        self.tries += 1
+        self.attempts.append(attempt)
+        del self.attempts[1:-_LATEST]
 
     def told(self) -> dict[str, Any]:
         last = self.attempts[-1] if self.attempts else None
@@ -63,6 +71,7 @@ class Asked:
             "tokens": self.tokens,
             "tokens_by": self.keys_by,
             "worker": None if last is None else last.decision.worker,
+            "tries": self.tries,
             "attempts": [attempt.told() for attempt in self.attempts],
         }
 

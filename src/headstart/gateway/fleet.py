@@ -184,7 +184,7 @@ class Fleet:
     @property
     def one_model(self) -> bool:
         """Whether all workers that are known serve the same, so that any name means it."""
-        served = {one.report.models[:1] for one in self.workers.values() if one.report is not None and one.report.models}
+        served = {one.report.models[:1] for one in list(self.workers.values()) if one.report is not None and one.report.models}
         return len(served) <= 1
 
     def models(self) -> dict[str, Report]:
@@ -194,8 +194,9 @@ class Fleet:
         return {name: report for report in reports if report is not None for name in report.models}
 
     def root_of(self, model: str | None) -> bytes:
-        """Return what keys of a model's prompts begin with: as servers of ours say, or a name of the router's own."""
-        for worker in self.workers.values():
+        """Return what keys of a model's prompts begin with: as servers of ours say, or a name of the router's own. For any
+        thread."""
+        for worker in list(self.workers.values()):
             if worker.report is not None and worker.report.roots:
                 roots = worker.report.roots
                 if model in roots:
@@ -231,24 +232,11 @@ class Fleet:
     async def _watch(self, worker: Worker) -> None:
         heard_s = self.clock()
         while True:
-            own = self.routing.requests(worker.id)
             try:
-                async with asyncio.timeout(self._dead_after_s):
-                    known = worker.report if worker.alive else None
-                    report = await ask(self.client, worker.address, self.headers, known)
-            except (Unwell, TimeoutError) as error:
-                why = str(error) or f"it has not answered for {self._dead_after_s:g} s"
-                gone = isinstance(error, TimeoutError) or (isinstance(error, Unwell) and error.gone)
-                if gone or self.clock() - heard_s >= self._dead_after_s:
-                    self._lose(worker, why)
-                elif not worker.alive:
-                    worker.why_down = why
+                heard_s = await self._look(worker, heard_s)
             except Exception:  # the outer edge of one worker's watch, which must go on
                 log.exception("asking worker %s failed unexpectedly", worker.id)
-            else:
-                heard_s = self.clock()
-                self._heard(worker, report, own)
-                await self._have_role(worker, report)
+                worker.report = None  # what it says next is looked at as if it were the first
             worker.doubted.clear()
             try:
                 async with asyncio.timeout(
@@ -257,6 +245,25 @@ class Fleet:
                     await worker.doubted.wait()
             except TimeoutError:
                 pass
+
+    async def _look(self, worker: Worker, heard_s: float) -> float:
+        """Ask once; return when it was last heard. Who was silent for too long is lost."""
+        own = self.routing.requests(worker.id)
+        try:
+            async with asyncio.timeout(self._dead_after_s):
+                report = await ask(self.client, worker.address, self.headers, worker.report if worker.alive else None)
+        except (Unwell, TimeoutError) as error:
+            why = str(error) or f"it has not answered for {self._dead_after_s:g} s"
+            gone = isinstance(error, TimeoutError) or (isinstance(error, Unwell) and error.gone)
+            if gone or self.clock() - heard_s >= self._dead_after_s:
+                self._lose(worker, why)
+            elif not worker.alive:
+                worker.why_down = why
+            return heard_s
+        heard_s = self.clock()
+        self._heard(worker, report, own)
+        await self._have_role(worker, report)
+        return heard_s
 
     def _heard(self, worker: Worker, report: Report, own: int) -> None:
         before, was_alive = worker.report, worker.alive

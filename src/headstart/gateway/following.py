@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, Thread
 from typing import Any
 
@@ -123,18 +124,28 @@ class Follower:
                     self._shut(one, poller, followed)
                 try:
                     for socket, _ in poller.poll(_WAIT_MS):
-                        self._read(followed[socket], socket)
+                        self._guarded(followed[socket], partial(self._read, socket=socket))
                     for one in set(followed.values()):
-                        self._look(one)
+                        self._guarded(one, self._look)
                 except self._zmq.ZMQError as error:
                     _log.warning("following KV events: %s", error)
         except Exception:  # noqa: BLE001 - the thread's outer edge: requests are routed without events, too
-            _log.exception("following KV events ended unexpectedly; what workers hold is guessed from what they are sent")
+            _log.exception("following KV events ended unexpectedly; what workers store is known no more until a restart")
         finally:
             for one in set(followed.values()):
                 for socket in one.sockets:
                     socket.close(0)
             self._context.term()
+
+    def _guarded(self, one: Following, work: Callable[[Following], None]) -> None:
+        """Do something for one worker. What fails there costs the others nothing: all of that one is asked for anew."""
+        try:
+            work(one)
+        except self._zmq.ZMQError:
+            raise
+        except Exception:  # noqa: BLE001 - the edge between one worker's events and everybody's
+            _log.exception("KV events of %s failed unexpectedly; all that it holds is asked for anew", one.name)
+            one.asked_s, one.anew, one.due_s = None, True, self._clock() + _AGAIN_S
 
     def _open(self, one: Following, poller: Any, followed: dict[Any, Following]) -> None:
         if one.gone:
@@ -220,16 +231,18 @@ class Follower:
                 self._ask_again(one, one.last + 1)
         elif number == 0 and one.last > 0:  # it counts from the start again: another process
             one.last, one.seen, one.anew, one.due_s = -1, -1, True, 0.0
+            self._hand(one, Change(True, ()))
 
     def _take(self, one: Following, payload: bytes, *, forget: bool) -> None:
         try:
             batch = self._decoder.decode(payload)
-        except (msgspec.DecodeError, ValueError) as error:
+            change = changed(batch.events, one.translator, forget=forget)
+        except (msgspec.DecodeError, ValueError) as error:  # a ValueError: of token ids that are none
             _log.warning("KV events of %s cannot be read: %s", one.name, error)
             self._hand(one, Change(True, ()))
             return
         self.batches += 1
-        self._hand(one, changed(batch.events, one.translator, forget=forget))
+        self._hand(one, change)
 
     def _hand(self, one: Following, change: Change) -> None:
         """Give it to the loop and wait until it was taken."""
@@ -242,12 +255,15 @@ class Follower:
 
         taking = take()
         try:
-            asyncio.run_coroutine_threadsafe(taking, self._loop).result(_HANDED_S)
-        except (TookTooLong, CancelledError):
-            one.anew = True  # it may or may not have been taken
+            taken = asyncio.run_coroutine_threadsafe(taking, self._loop)
         except RuntimeError:  # the loop has ended
             taking.close()
             self._closing = True
+            return
+        try:
+            taken.result(_HANDED_S)
+        except (TookTooLong, CancelledError):
+            one.anew = True  # it may or may not have been taken
 
 
 def changed(

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from headstart.api.accounts import Account
-from headstart.api.errors import DeadlinePassed, NoWorker, TooManyWaiting, WorkerFailed
+from headstart.api.errors import DeadlinePassed, GenerationFailed, NoWorker, TooManyWaiting, WorkerFailed
 from headstart.errors import RequestError
 from headstart.gateway.answers import Garbled, Mark, Seen, events_of
 from headstart.gateway.fleet import Fleet
@@ -29,6 +29,7 @@ log = logging.getLogger("headstart")
 MOST_BYTES = 64 << 20  # of an answer in one piece
 _BROKEN = 3  # workers that may fail on one request: it may be the request
 _LOOK_S = 0.25
+_HELD_BYTES = 1 << 20  # of events that open a stream; with more it has begun
 _UNREAD = 64  # events that may wait for a client that reads slowly
 _SLACK_S = 2.0  # that a worker has to say itself that a deadline has passed
 _PASSED = ("content-type", "x-headstart-canonical", "retry-after", "retry-after-ms", "x-should-retry")
@@ -68,6 +69,9 @@ class Flight:
         except asyncio.CancelledError:
             self._settle("abort")
             raise
+        except (RequestError, Refused) as error:
+            self._failed(error)
+            raise
         self._settle(self.seen.finish)
         return said
 
@@ -91,22 +95,23 @@ class Flight:
         finally:
             if not task.done():
                 task.cancel()
+                self._settle("abort")  # at once: who is cancelled may be so again at the next await
                 await asyncio.wait({task})
-                self._settle("abort")
 
     async def _pump(self) -> None:
         try:
             await self._in_time(self._tried(self._take_stream))
             self._settle(self.seen.finish)
         except (RequestError, Refused) as error:
-            self._failure = error
-            if self.told:
-                self.account.status = getattr(error, "status", 500)
-                self._settle("error")
-        except Exception as error:
+            if self.told and self.seen.ended and self.seen.error is None:  # all was said but that the connection ends
+                self._settle(self.seen.finish)
+            else:
+                self._failure = error
+                self._failed(error)
+        except Exception:
             log.exception("forwarding a request failed unexpectedly")
-            self._failure = error
-            self.account.failed()
+            self._failure = GenerationFailed("the router failed on this request; its log has the details", code="server_error")
+            self._failed(self._failure)
         await self._queue.put(None)
 
     async def _in_time(self, work: Awaitable[T]) -> T:
@@ -182,10 +187,10 @@ class Flight:
         _require_good(sent, said)
         if not said.headers.get("content-type", "").startswith("application/json"):
             raise Missed(sent.worker, Kind.BROKE, "it answered something else than JSON")
-        self._begin(sent)
+        self._begin()
         try:
             self.seen.whole(msgspec.json.decode(said.content))
-        except (Garbled, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (Garbled, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise Missed(sent.worker, Kind.BROKE, f"it answered what is none: {error}") from error
         first_s = _first_token_s(sent.response.headers.get("server-timing", ""))
         if first_s is not None:
@@ -202,14 +207,16 @@ class Flight:
             raise Missed(sent.worker, Kind.BROKE, f"it answered {said.status} to a stream")
         if not sent.response.headers.get("content-type", "").startswith("text/event-stream"):
             raise Missed(sent.worker, Kind.BROKE, "it answered something else than events")
-        self._begin(sent)
+        self._begin()
         held: list[bytes] = []
+        held_bytes = 0
         named = False
         try:
             async for event in events_of(sent.response.aiter_bytes()):
                 mark = self.seen.event(event)
-                if mark is Mark.OPENING:
+                if mark is Mark.OPENING and not self.told and held_bytes + len(event) <= _HELD_BYTES:
                     held.append(event)
+                    held_bytes += len(event)
                     continue
                 if mark is Mark.FAILURE and not self.told:
                     self._failed_early(sent)
@@ -228,11 +235,12 @@ class Flight:
             raise Missed(sent.worker, Kind.BROKE, "its stream ended amid the answer")
         self._measured(sent)
 
-    def _begin(self, sent: Sent) -> None:
+    def _begin(self) -> None:
         self.seen = Seen(self.order.path)  # of whoever answers now
 
     def _first(self, sent: Sent) -> None:
         self.told = True
+        self.order.let_go()
         now_s = self.fleet.clock()
         sent.first_token(now_s)
         self.first_token_s = now_s - self.account.arrived_s
@@ -251,8 +259,20 @@ class Flight:
         sent.cached_tokens = used["cached_memory"] + used["cached_disk"]
         sent.last_s = self.fleet.clock()
 
+    def _failed(self, error: RequestError | Refused) -> None:
+        """Close the account of what has no answer, or the beginning of one."""
+        self.account.status = error.said.status if isinstance(error, Refused) else error.status
+        if not self.told:
+            self._begin()  # what was said before came to nothing
+        self._settle("error" if self.told or self.account.status in (500, 502) else "refused")
+
     def _settle(self, finish: str) -> None:
-        """Close the account with what the answer says that it used."""
+        """Close the account with what the answer says that it used, or as much as it was seen to use where it was cut before it
+        could say so."""
+        used = self.seen.used()
+        if self.seen.begun and not self.seen.ended:
+            used["prompt"] = used["prompt"] or self.order.known.tokens
+            used["output"] = max(used["output"], self.seen.tokens)
         if not self.account.closed:
             self.metrics.ended(finish, first_token_s=self.first_token_s, retries=self.retries)
         if self.seen.id:
@@ -261,7 +281,7 @@ class Flight:
             finish,  # type: ignore[arg-type]  # one of the words of the usage log
             first_token_s=self.first_token_s,
             answers=self.seen.answers,
-            **self.seen.used(),
+            **used,
         )
 
 

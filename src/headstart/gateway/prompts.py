@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from random import sample
 from typing import Any, Literal
 
 import httpx
@@ -25,6 +26,7 @@ from headstart.api.ask import Ask
 from headstart.api.shared import SharedPrefixes
 from headstart.block.keys import BlockKey, chain, chain_keys
 from headstart.errors import RequestError, StoreError
+from headstart.gateway.asking import answer_of
 from headstart.gateway.worker import Worker
 from headstart.policy.routing.holders import Keys, keys_of
 from headstart.render import Renderer
@@ -34,6 +36,7 @@ from headstart.tier.base import Tier
 _log = logging.getLogger("headstart")
 _ASK_S = 5.0
 _TEXT_BYTES = 4  # of a token, about
+_MOST_MUTE = 1024
 By = Literal["tokenizer", "worker", "text"]
 _NO_KEYS: Keys = np.zeros(0, np.uint64)
 
@@ -131,7 +134,10 @@ class Prompts:
         made_s: float,
     ) -> Known:
         self._shared.look()
-        keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
+        try:
+            keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
+        except ValueError:  # ids that are none, which the worker says
+            return Known(len(ids), _NO_KEYS, by=by)
         return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by, made_s)
 
     def _in_pool(self, keys: Sequence[BlockKey], representation: bytes | None) -> int | None:
@@ -157,30 +163,40 @@ class Prompts:
 
     async def _asked(self, ask: Ask, among: Sequence[Worker], headers: Mapping[str, str]) -> list[int] | None:
         """Return the tokens as a worker says; None where none does."""
-        for worker in among[:2]:
+        loop = asyncio.get_running_loop()
+        for worker in sample(among, min(2, len(among))):
             process = f"{worker.id} {worker.report.instance if worker.report else ''}"
             if process in self._mute:
                 continue
-            if ask.messages is None:
-                body: dict[str, Any] = {"prompt": ask.prompt}
-            else:
-                made = canonical(ask.messages, ask.tools, self._rules)
-                body = {"messages": made.messages, "tools": made.tools, "chat_template_kwargs": dict(ask.template) or None}
-            body = {name: value for name, value in body.items() if value is not None}
-            if ask.model is not None:
-                body["model"] = ask.model
             try:
-                content = msgspec.json.encode(body)
+                content = await loop.run_in_executor(self._threads, self._question, ask)
                 told = {**headers, "content-type": "application/json"}
+                request = self._client.build_request("POST", f"{worker.address.url}/tokenize", content=content, headers=told)
                 async with asyncio.timeout(_ASK_S):
-                    response = await self._client.post(f"{worker.address.url}/tokenize", content=content, headers=told)
+                    response = await answer_of(self._client, request)
                 if response.status_code in (404, 405, 501):
+                    if len(self._mute) >= _MOST_MUTE:
+                        self._mute.clear()
                     self._mute.add(process)
                 elif response.status_code == 200:
-                    ids = msgspec.json.decode(response.content)["tokens"]
-                    if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
-                        return ids
+                    return await loop.run_in_executor(self._threads, _ids_of, response.content)
                 return None
             except (httpx.HTTPError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
                 continue
         return None
+
+    def _question(self, ask: Ask) -> bytes:
+        """Return what a worker is asked for the tokens of `ask`."""
+        if ask.messages is None:
+            body: dict[str, Any] = {"prompt": ask.prompt}
+        else:
+            made = canonical(ask.messages, ask.tools, self._rules)
+            body = {"messages": made.messages, "tools": made.tools, "chat_template_kwargs": dict(ask.template) or None}
+        body["model"] = ask.model
+        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+
+
+def _ids_of(said: bytes) -> list[int]:
+    """Return the tokens that a worker says. Raises ValueError, KeyError or MsgspecError for what is no list of them."""
+    ids: list[int] = msgspec.convert(msgspec.json.decode(said)["tokens"], list[int])
+    return ids

@@ -70,7 +70,7 @@ class Said:
 @dataclass(frozen=True, slots=True)
 class Order:
     """A request as it is sent. `body_for`: its body for a worker, `headers_for`: and its headers. `pinned`: the only
-    worker that can go on from what it refers to."""
+    worker that can go on from what it refers to. `let_go`: called when it is not sent again; twice is fine."""
 
     path: str
     model: str | None
@@ -80,6 +80,7 @@ class Order:
     body_for: Callable[[Worker], bytes]
     headers_for: Callable[[Worker], Mapping[str, str]]
     pinned: str | None = None
+    let_go: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class Direct:
         fleet = self.fleet
         routing, known = fleet.routing, order.known
         worker, attempt = self._chosen(order, but)
-        order.asked.attempts.append(attempt)
+        order.asked.tried(attempt)
         id = f"{order.asked.request}#{next(self._numbers)}"
         now_s = fleet.clock()
         alone = not routing.requests(worker.id)
@@ -135,7 +136,12 @@ class Direct:
         expected: asyncio.TimerHandle | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                worker.flights[id] = lambda: scope.reschedule(0.0)  # raises TimeoutError below, at once
+
+                def lost() -> None:
+                    if not scope.expired():  # told once; a second time there is nothing to tell
+                        scope.reschedule(0.0)  # raises TimeoutError below, at once
+
+                worker.flights[id] = lost
                 try:
                     response = await self._begun(worker, order)
                     try:
@@ -202,8 +208,11 @@ class Direct:
         return found
 
     async def _begun(self, worker: Worker, order: Order) -> httpx.Response:
+        headers = [
+            (name.encode(), value.encode("latin-1")) for name, value in order.headers_for(worker).items()
+        ]  # as they came
         request = self.fleet.client.build_request(
-            "POST", worker.address.url + order.path, content=order.body_for(worker), headers=order.headers_for(worker)
+            "POST", worker.address.url + order.path, content=order.body_for(worker), headers=headers
         )
         return await self.fleet.client.send(request, stream=True)
 

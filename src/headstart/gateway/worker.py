@@ -43,7 +43,7 @@ class Address:
     def id(self) -> str:
         """Host and port, and the path where there is one."""
         parts = urlsplit(self.url)
-        return parts.netloc.rpartition("@")[2] + parts.path.rstrip("/").replace("/", "-")
+        return parts.netloc + parts.path.rstrip("/").replace("/", "-")
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -71,6 +71,8 @@ class Address:
             good = False
         if not good or not re.fullmatch(r"[\x21-\x7e]+", url):
             raise ConfigError(f"worker {url!r} is no address; write one like http://10.0.0.5:8000", worker=url)
+        if "@" in parts.netloc:  # it would be told wherever the address is, and sent instead of the router's key
+            raise ConfigError("a worker's address holds no user or password; give the key as server.router_key")
         if role not in ROLES:
             raise ConfigError(f"worker {url}: there is no role {role!r}; there are {', '.join(ROLES)}", worker=url)
         for endpoint in (events, replay):

@@ -1,0 +1,253 @@
+"""Workers that say what no worker says, and what the router makes of it: that one is out, all others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from asking import eventually
+from gateway.fakes import STREAM, Fake, chunk, completion, stream
+from gateway.gateway_kit import routed
+from headstart.errors import ConfigError
+from headstart.gateway.asking import Unwell, ask
+from headstart.gateway.decisions import Asked, Attempt
+from headstart.gateway.following import Change, Follower, Following
+from headstart.gateway.translating import BlockStored, Translator
+from headstart.gateway.worker import Address, Report
+from headstart.policy.routing.estimate import Estimate
+from headstart.policy.routing.router import Decision
+
+ASKED: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+ESTIMATE = Estimate(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+OURS = {"object": "headstart.worker", "instance": "i", "status": "ok"}
+
+
+def well(path: str, body: bytes) -> Any:
+    return stream("all ", "is ", "well") if json.loads(body).get("stream") else completion("all is well")
+
+
+def told(answer: Callable[[httpx.Request], httpx.Response]) -> Report:
+    async def run() -> Report:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await ask(client, Address.of("http://worker:1"), {}, None)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"events": {}},
+        {"events": {"endpoint": "no endpoint"}},
+        {"speeds": {"prefill": [1.0], "step": [1.0]}},
+        {"speeds": {"prefill": [-1.0, 0.0], "step": [1.0, 0.0, 0.0]}},
+        {"speeds": {"prefill": "fast", "step": "too"}},
+        {"roots": {"tiny": "no hex"}},
+        {"handoff": {"role": "both", "addresses": ["nowhere"]}},
+    ],
+    ids=str,
+)
+def test_what_a_worker_of_ours_would_not_say_makes_it_unwell(more: dict[str, Any]) -> None:
+    with pytest.raises(Unwell):
+        told(lambda request: httpx.Response(200, json=OURS | more))
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [("/v1/models", '{"data": ["tiny"]}'), ("/v1/models", "[" * 5000), ("/metrics", "vllm:num_requests_running 1e999\n")],
+)
+def test_what_no_other_server_would_say_makes_it_unwell(path: str, content: str) -> None:
+    usual = {"/health": "", "/metrics": "", "/v1/models": '{"data": [{"id": "tiny"}]}', path: content}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = usual.get(request.url.path)
+        return httpx.Response(404) if found is None else httpx.Response(200, text=found)
+
+    with pytest.raises(Unwell):
+        told(answer)
+
+
+@pytest.mark.parametrize(("number", "gone"), [(errno.ECONNREFUSED, True), (errno.EMFILE, False), (errno.ENETUNREACH, False)])
+def test_only_who_is_refused_is_gone(number: int, gone: bool) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no connection") from OSError(number, "no")
+
+    with pytest.raises(Unwell) as caught:
+        told(answer)
+    assert caught.value.gone == gone
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_where_nothing_listens_it_is_gone(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def run() -> None:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await ask(client, Address.of(f"http://{host}:{port}"), {}, None)
+
+    with pytest.raises(Unwell) as caught:
+        asyncio.run(run())
+    assert caught.value.gone
+
+
+def test_an_address_has_no_secrets_in_it() -> None:
+    with pytest.raises(ConfigError, match="router_key"):
+        Address.of("http://user:password@10.0.0.5:8000")
+
+
+def test_a_worker_is_watched_on_whatever_happens_while_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fake(well) as one, routed([], dead_after_s=1.0) as router:
+        routing = router.router.fleet.routing
+        up, times = routing.up, []
+
+        def fails_once(*arguments: Any, **more: Any) -> None:
+            times.append(1)
+            if len(times) == 1:
+                raise KeyError("whatever")
+            up(*arguments, **more)
+
+        monkeypatch.setattr(routing, "up", fails_once)
+        router.add(one.url)
+        assert len(times) == 2
+
+
+def test_whoever_is_lost_twice_is_lost_once() -> None:
+    """The second time comes before the request has heard of the first."""
+    with Fake(lambda path, body: None) as one, Fake(well) as other, routed([one.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{router.url}/v1/chat/completions", json=ASKED, timeout=60))
+        )
+        asking.start()
+        eventually(lambda: one.posts() == 1)
+        router.add(other.url)
+        fleet = router.router.fleet
+        worker = fleet.workers[one.url.removeprefix("http://")]
+
+        async def lost() -> None:
+            fleet._lose(worker, "once")
+            await asyncio.sleep(0)
+            fleet._lose(worker, "and once more")
+
+        asyncio.run_coroutine_threadsafe(lost(), router._loop).result(60)
+        asking.join(60)
+        assert [answer.status_code for answer in answers] == [200]
+
+
+def test_events_that_are_none_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The publisher is a socket here, which says what no engine does."""
+    zmq = pytest.importorskip("zmq")
+    context = zmq.Context()
+    live = context.socket(zmq.PUB)
+    port = live.bind_to_random_port("tcp://127.0.0.1")
+    changes: list[Change] = []
+
+    async def run() -> None:
+        follower = Follower(asyncio.get_running_loop())
+        translator = Translator(lambda adapter: bytes(32), most=100)
+        bad = BlockStored([1], None, [-1] * 64, 64)
+        good = BlockStored([2], None, list(range(64)), 64)
+        raising = iter([True])
+
+        def on_change(change: Change) -> None:
+            if next(raising, False):
+                raise ValueError("whatever")
+            changes.append(change)
+
+        follower.follow(Following("odd", f"tcp://127.0.0.1:{port}", "", translator, on_change))
+
+        def say() -> bool:
+            for number, event in enumerate((bad, good, good)):
+                payload = msgspec.msgpack.encode([0.0, [event], None])
+                live.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            return any(change.changes for change in changes)
+
+        await asyncio.to_thread(eventually, say)
+        await asyncio.to_thread(follower.close)
+
+    try:
+        asyncio.run(run())
+    finally:
+        live.close(0)
+        context.term()
+
+
+def test_tries_that_lead_to_nothing_are_not_all_kept() -> None:
+    asked = Asked("request", "acme", 0.0, "tiny", 100, "text")
+    tries = [Attempt(Decision(str(number), ESTIMATE, None, dict), {}) for number in range(100)]
+    for attempt in tries:
+        asked.tried(attempt)
+    assert asked.attempts == [tries[0], *tries[-7:]]
+    assert asked.told()["tries"] == 100
+
+
+def test_an_answer_that_only_ever_opens_is_not_all_held() -> None:
+    held = threading.Event()
+
+    def opens(path: str, body: bytes) -> Iterator[bytes]:
+        yield STREAM
+        for _ in range(2000):
+            yield chunk(None, filler="x" * 1000)
+        assert held.wait(60)
+        yield from stream("said")[2:]
+
+    with Fake(opens) as one, routed([one.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        with httpx.stream("POST", f"{router.url}/v1/chat/completions", json={**ASKED, "stream": True}, timeout=60) as answer:
+            next(answer.iter_bytes())
+            held.set()  # it has begun long before the worker says something
+
+
+def test_what_has_ended_stays_well_ended_when_its_worker_is_lost() -> None:
+    held = threading.Event()
+
+    def says(path: str, body: bytes) -> Iterator[bytes]:
+        yield from stream("all ", "said")
+        held.wait(60)
+
+    with Fake(says) as one, routed([one.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        lines: list[str] = []
+
+        def read() -> None:
+            url = f"{router.url}/v1/chat/completions"
+            with httpx.stream("POST", url, json={**ASKED, "stream": True}, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        eventually(lambda: "data: [DONE]" in lines)
+        router.remove(one.url)
+        reading.join(60)
+        held.set()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b'data: {"choices": [{"index": "x", "delta": {"content": "y"}, "finish_reason": "stop"}]}\n\n',
+        b'data: {"usage": ' + b"[" * 100_000 + b"\n\n",
+    ],
+    ids=["an index that is none", "brackets without an end"],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_garbage_ends_in_an_error_that_clients_read(garbage: bytes, begun: bool) -> None:
+    before = [chunk("well ")] if begun else []
+    with Fake(lambda path, body: [STREAM, *before, garbage]) as one, routed([one.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        answer = httpx.post(f"{router.url}/v1/chat/completions", json={**ASKED, "stream": True}, timeout=60)
+        assert ("worker_lost" in answer.text) == begun, answer.text
+        assert answer.status_code == (200 if begun else 502)
