@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -16,13 +17,16 @@ from reference import ask, loaded, some_tokens
 
 from asking import eventually
 from headstart.cache.arriving import Arrival
+from headstart.engine.base import GenerationRequest
 from headstart.engine.handoff import HandoffEngine
+from headstart.engine.handoff.asking import Asked, encoded
 from headstart.engine.handoff.outgoing import Outgoing
 from headstart.engine.handoff.receiving import Receiving
 from headstart.engine.torch.engine import TorchEngine
 from headstart.engine.torch.model import TorchModel
 from headstart.errors import WireError
 from headstart.tier.pool import PoolTier, Timing
+from headstart.transfer.wire import address
 from headstart.transfer.wire.address import connect, listen
 from headstart.transfer.wire.messages import Accept, Ask, Beat
 from headstart.transfer.wire.session import Session
@@ -164,6 +168,66 @@ def test_what_was_said_in_another_session_is_not_taken(two: tuple[HandoffEngine,
         assert _right(two, address, wanted) == "secret"
     with wire(two[0].addresses[1], lambda at, data: data[: max(0, 72 - at)] + whole[max(72, at) : at + len(data)]) as address:
         assert _right(two, address, wanted) == "corrupt"
+
+
+def test_a_deadline_passes_while_another_worker_computes(two: tuple[HandoffEngine, HandoffEngine], model: Any) -> None:
+    with listen("tcp://127.0.0.1:0")[0] as listener:
+
+        def beat() -> None:
+            session = Session(listener.accept()[0], secret=b"", timeout_s=30, listening=True)
+            with suppress(WireError):
+                assert isinstance(session.receive(), Ask)
+                session.send(Accept())
+                while True:
+                    session.send(Beat())
+            session.close()
+
+        beating = Thread(target=beat)
+        beating.start()
+        at = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        answer = ask(two[1], PROMPT, 6, prefill_at=at, deadline_s=0.5)
+        assert answer.result().finish == "abort"
+        beating.join(30)
+        assert not beating.is_alive()
+    assert two[1].load().counters["handoff_lost_late"] == 1
+
+
+def test_a_path_at_which_another_user_listens_is_not_believed(
+    two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(address, "_CREDENTIALS", _Credentials(user + 2))
+    assert _right(two, two[0].addresses[0], wanted) == "unreachable"
+
+
+class _Credentials:
+    """What the system says of who listens, with another user in it."""
+
+    size = 12
+
+    def __init__(self, user: int) -> None:
+        self._user = user
+
+    def unpack(self, data: bytes) -> tuple[int, int, int]:
+        assert len(data) == self.size
+        return 1, self._user, 1
+
+
+@pytest.mark.parametrize("have", [-1, -(1 << 40)])
+def test_pieces_before_the_first_are_not_asked_for(two: tuple[HandoffEngine, HandoffEngine], have: int) -> None:
+    prefill, decode = two
+    request = GenerationRequest(id="x", prompt=tuple(PROMPT), max_tokens=1)
+    ask = Ask(
+        decode._cache.identity.root(), decode._cache.representation.digest, have, 0, encoded(Asked.of(request, deadline_s=None))
+    )
+    session = Session(connect(prefill.addresses[1], timeout_s=5), secret=b"", timeout_s=30, listening=False)
+    session.send(ask)
+    with pytest.raises(WireError) as caught:
+        session.receive()
+    assert caught.value.reason == "lost"
+    session.close()
+    eventually(lambda: prefill.load().counters.get("handoff_given_up_garbage", 0) == 1)
 
 
 def test_an_address_where_nobody_answers(two: tuple[HandoffEngine, HandoffEngine], wanted: list[int], tmp_path: Path) -> None:

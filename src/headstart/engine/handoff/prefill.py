@@ -160,6 +160,8 @@ class PrefillServer:
             self._counters.add(f"handoff_refused_{why.reason}")
             session.send(why)
             return
+        if message.have < 0:
+            raise WireError(f"{message.have} pieces cannot be there already", reason="garbage")
         tokens = what.tokens
         pieces = max(0, len(tokens) - 1) // self._cache.representation.piece_tokens
         out = Outgoing(self._cache.representation, have=message.have, pieces=pieces, wake=self._wake)

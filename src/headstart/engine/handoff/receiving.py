@@ -32,8 +32,11 @@ class Receiving:
         counters: Counters,
         on_result: Callable[[Result], None],
         patience_s: float,
+        left_s: float | None = None,
     ) -> None:
-        """`patience_s`: how long the other side may say that it is there and get no further."""
+        """`patience_s`: how long the other side may say that it is there and get no further; `left_s`: until the request's
+        deadline, None for none."""
+        self._ends_s = None if left_s is None else time.monotonic() + left_s
         self._patience_s = patience_s
         self._got_further_s = time.monotonic()
         self._session = session
@@ -83,6 +86,8 @@ class Receiving:
             self._on_result(result(message.result, vocabulary=self._vocabulary))
         elif not isinstance(message, Beat):
             raise WireError(f"{type(message).__name__} was not expected", reason="garbage")
+        if self._ends_s is not None and time.monotonic() > self._ends_s:
+            raise WireError("the request's deadline has passed", reason="late")
         if time.monotonic() - self._got_further_s > self._patience_s:
             raise WireError(f"the other worker has got no further for {self._patience_s:g} s", reason="stalled")
 

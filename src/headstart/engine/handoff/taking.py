@@ -128,8 +128,9 @@ class Taking:
                 counters=side.counters,
                 on_result=self._on_result,
                 patience_s=_PATIENCE * side.timeout_s,
+                left_s=(left_s := self._left_s()),
             )
-            asked = Asked.of(request, deadline_s=self._left_s())
+            asked = Asked.of(request, deadline_s=left_s)
             receiving.run((identity or side.cache.identity).root(), encoded(asked))
             return True
         finally:

@@ -6,12 +6,14 @@ import ipaddress
 import os
 import socket
 import stat
+import struct
 from contextlib import suppress
 
 from headstart.config import parse_endpoint
 from headstart.errors import ConfigError, WireError
 
 _BACKLOG = 128
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def is_local(address: str) -> bool:
@@ -58,7 +60,8 @@ def leave(address: str) -> None:
 
 
 def connect(address: str, *, timeout_s: float) -> socket.socket:
-    """Return a connected socket. Raises WireError(reason="unreachable")."""
+    """Return a connected socket. Raises WireError(reason="unreachable"), also for a path at which another user listens: what
+    came from there would be believed."""
     try:
         host, port = parse_endpoint(address)
         if port is None:
@@ -66,6 +69,7 @@ def connect(address: str, *, timeout_s: float) -> socket.socket:
             try:
                 connected.settimeout(timeout_s)
                 connected.connect(host)
+                _require_own(connected, host)
             except BaseException:
                 connected.close()
                 raise
@@ -73,6 +77,16 @@ def connect(address: str, *, timeout_s: float) -> socket.socket:
         return socket.create_connection((host, port), timeout_s)
     except (OSError, ConfigError) as error:
         raise WireError(f"no worker answers at {address[:128]}: {error}", reason="unreachable") from error
+
+
+def _require_own(connected: socket.socket, path: str) -> None:
+    """Raise PermissionError unless this user listens there, or root."""
+    if hasattr(socket, "SO_PEERCRED"):
+        _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    else:
+        user = os.stat(path).st_uid
+    if user not in (0, os.geteuid()):
+        raise PermissionError(f"user {user} listens there, not this one")
 
 
 def _remove_left(path: str) -> None:

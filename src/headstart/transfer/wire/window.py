@@ -93,8 +93,8 @@ class Places:
         return start
 
     def free(self, count: int) -> None:
-        """The oldest `count` are free again. Raises WireError where there are fewer."""
-        if not 0 <= count <= len(self._taken):
-            raise WireError("more shared memory was given back than was taken", reason="garbage")
+        """The oldest `count` are free again. Raises WireError where there are fewer, and for none."""
+        if not 0 < count <= len(self._taken):
+            raise WireError("more shared memory was given back than was taken, or none", reason="garbage")
         for _ in range(count):
             self._taken.popleft()
