@@ -17,7 +17,7 @@ log = logging.getLogger("headstart")
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("--router", metavar="URL", help="look at this router, whoever started it")
-@click.option("--api-key", help="an operator's key, where the router asks for keys")
+@click.option("--api-key", envvar="HEADSTART_API_KEY", help="an operator's key, where the router asks for keys")
 @click.option("--dry-run", is_flag=True, help="only tell what would be done, and why")
 @click.option("--looks", type=click.IntRange(min=1), help="end after so many looks; without it it goes on")
 def plan(file: Path | None, router: str | None, api_key: str | None, dry_run: bool, looks: int | None) -> int:

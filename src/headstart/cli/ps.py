@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FILE = click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 _ROUTER = click.option("--router", metavar="URL", help="ask this router, whoever started it")
-_KEY = click.option("--api-key", help="an operator's key, where the router asks for keys")
+_KEY = click.option("--api-key", envvar="HEADSTART_API_KEY", help="an operator's key, where the router asks for keys")
 _HEADS = (
     "worker",
     "role",

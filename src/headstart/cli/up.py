@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from headstart.gateway.cluster_file import ClusterFile
 
 log = logging.getLogger("headstart")
+_KEY = "HEADSTART_API_KEY"
 
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--dry-run", is_flag=True, help="only tell what would be started")
 @click.option("--detach", is_flag=True, help="return once all workers are ready, and leave the cluster running")
-@click.option("--api-key", help="an operator's key, where the router asks for keys")
+@click.option("--api-key", envvar=_KEY, help="an operator's key, where the router asks for keys")
 def up(file: Path, dry_run: bool, detach: bool, api_key: str | None) -> int:
     """Start what FILE (a cluster.toml) describes: a pool, workers, a router in front of them and a planner, on this machine or
     on a Ray cluster. Workers and router that die are started again. What an earlier one left running is taken over."""
@@ -44,6 +46,7 @@ def _run(file: ClusterFile, api_key: str | None) -> int:
     from headstart.cli import INTERRUPTED
     from headstart.gateway.cluster import Cluster
 
+    os.environ.pop(_KEY, None)  # it is no business of what is started here
     stop, told = threading.Event(), []
     cluster = Cluster(file, api_key=api_key)
 
@@ -88,10 +91,13 @@ def _detached(path: Path, file: ClusterFile, api_key: str | None) -> int:
 
     logs = file.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [sys.executable, "-m", "headstart.cli", "up", str(path), *(("--api-key", api_key) if api_key else ())]
+    command = [sys.executable, "-m", "headstart.cli", "up", str(path)]
+    told = {**os.environ, **({_KEY: api_key} if api_key else {})}  # a command line is for every user to see
     with (logs / "up.log").open("ab") as output:
         begin = output.tell()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=told
+        )
     state: State | None = None
     try:
         with shown_progress() as on_progress:

@@ -29,6 +29,8 @@ from headstart.policy.routing.router import Routing
 
 log = logging.getLogger("headstart")
 _LET_GO_S = 0.1
+_NAMES_OF_A_BLOCK = 4  # other engines' blocks have 16 tokens, most of them
+_LEAST_NAMES = 1 << 14  # of one worker
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
@@ -328,7 +330,8 @@ class Fleet:
         translator = None
         if not report.roots:
             model = next(iter(report.models), None)
-            translator = Translator(lambda adapter: self.root_of(adapter or model), most=self._blocks)
+            most = max(_LEAST_NAMES, _NAMES_OF_A_BLOCK * self._blocks // self._max_workers)
+            translator = Translator(lambda adapter: self.root_of(adapter or model), most=most)
         following = Following(worker.id, endpoint, replay, translator, lambda change: self._took(worker, change))
         worker.following = following
         self.follower.follow(following)

@@ -18,6 +18,7 @@ import msgspec
 from headstart.block.keys import BLOCK_TOKENS, chain, token_bytes
 
 Hash = bytes | int
+_BLOCK_BYTES = 4 * BLOCK_TOKENS  # as keys are made of them
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True):
@@ -58,7 +59,7 @@ class Translator:
     def __init__(self, root: Callable[[str | None], bytes], *, most: int) -> None:
         self._root = root
         self._most = most
-        self._places: OrderedDict[Hash, tuple[bytes, tuple[int, ...], tuple[bytes, ...]]] = OrderedDict()
+        self._places: OrderedDict[Hash, tuple[bytes, bytes, tuple[bytes, ...]]] = OrderedDict()
 
     def stored(self, event: BlockStored) -> list[bytes]:
         """Return our keys of what is whole with these blocks; none where it is not known what they follow."""
@@ -66,19 +67,19 @@ class Translator:
         if size < 1 or len(event.token_ids) < size * len(event.block_hashes) or any(event.extra_keys or ()):
             return []
         key: bytes
-        rest: tuple[int, ...]
+        rest: bytes
         if event.parent_block_hash is None:
-            key, rest = self._root(event.lora_name), ()
+            key, rest = self._root(event.lora_name), b""
         elif event.parent_block_hash in self._places:
             key, rest, _ = self._places[event.parent_block_hash]
         else:
             return []
         found: list[bytes] = []
         for number, name in enumerate(event.block_hashes):
-            tokens = (*rest, *event.token_ids[number * size : (number + 1) * size])
-            whole = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-            new: list[bytes] = list(chain(key, token_bytes(tokens[:whole])))
-            key, rest = (new[-1] if new else key), tokens[whole:]
+            data = rest + token_bytes(event.token_ids[number * size : (number + 1) * size])
+            whole = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
+            new: list[bytes] = list(chain(key, data[:whole]))
+            key, rest = (new[-1] if new else key), data[whole:]
             found += new
             self._places[name] = key, rest, tuple(new)
             self._places.move_to_end(name)
