@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,21 @@ def test_a_prompt_is_computed_by_one_and_answered_by_another(router: Routed, wor
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         assert router.http.post(f"{workers[1]}/v1/completions", json=body).json()["choices"][0]["text"] == text
     eventually(lambda: router.on_loop(lambda: router.router.fleet.routing.requests(prefill)) == 0)
+
+
+@pytest.mark.usefixtures("always")
+def test_two_requests_of_one_name_are_two(router: Routed, workers: list[str]) -> None:
+    """The name is the client's, and some send a request again under it while the first still runs."""
+    prefill = workers[0].removeprefix("http://")
+    again = {"x-request-id": "again"}
+    asking = [threading.Thread(target=_ask, args=(router, f"{n}. {PROMPT}"), kwargs={"extra_headers": again}) for n in range(3)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(60)
+    routing = router.router.fleet.routing
+    eventually(lambda: router.on_loop(lambda: routing.requests(prefill)) == 0)
+    assert router.on_loop(lambda: (routing._workers[prefill].held, routing._workers[prefill].waiting_tokens)) == (0, 0)
 
 
 @pytest.mark.usefixtures("always")

@@ -19,6 +19,7 @@ from gateway.gateway_kit import Routed, routed
 from headstart.api.accounts import Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import append_key, make_key
+from headstart.api.plumbing import Bodies
 from headstart.ledger.log import UsageLog
 from headstart.ledger.reading import Reading, entries
 
@@ -180,3 +181,42 @@ def test_a_key_s_limits_hold_at_workers_that_know_no_tenants(tmp_path: Path) -> 
         head = all.worker.heads[-1]
     assert head["x-headstart-priority"] == "1"
     assert head["x-headstart-session"] == "acme/mine"
+
+
+def test_bodies_that_wait_have_a_bound_and_are_let_go_with_the_first_token() -> None:
+    held = threading.Event()
+
+    def says(path: str, body: bytes) -> Any:
+        if not json.loads(body).get("stream"):
+            held.wait(60)
+            return completion("at last")
+
+        def pieces() -> Iterator[bytes]:
+            yield from (STREAM, chunk("one"))
+            held.wait(60)
+            yield from stream("two")[2:]
+
+        return pieces()
+
+    with Fake(says) as one, routed([one.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        url = f"{router.url}/v1/chat/completions"
+        unsent = router.router.unsent = Bodies(2 * len(httpx.Request("POST", url, json=ASKED).content))
+        with httpx.stream("POST", url, json={**ASKED, "stream": True}, timeout=60) as streaming:
+            next(streaming.iter_bytes())
+            assert unsent.held_bytes == 0
+            answers: list[int] = []
+            waiting = [
+                threading.Thread(target=lambda: answers.append(httpx.post(url, json=ASKED, timeout=60).status_code))
+                for _ in range(3)
+            ]
+            for thread in waiting:
+                thread.start()
+            eventually(lambda: answers != [])  # whoever finds no room is told so at once
+            assert set(answers) == {429}
+            held.set()
+            for thread in waiting:
+                thread.join(60)
+        eventually(lambda: router.router.in_flight == 0)
+        assert set(answers) == {200, 429}
+        assert unsent.held_bytes == 0
