@@ -128,7 +128,12 @@ class Cluster:
         told = False
         died: dict[str, int] = {}
         while not stop.is_set():
-            self.step()
+            try:
+                self.step()
+            except Exception:  # what runs goes on serving, whatever keeps us from seeing to it: a full disk, or Ray's head
+                if not told:
+                    raise
+                log.exception("seeing to router and workers failed; they go on, and it is tried again")
             for one in (*self.routers(), *self.workers()):
                 if one.restarts > died.get(one.name, 0):
                     died[one.name] = one.restarts
