@@ -200,9 +200,10 @@ def _route(urls: list[str], blocks: int, model: str, told: Connection) -> None:
 
     from headstart.api.connections import connection_type
     from headstart.engine.models import resolve_tokenizer
-    from headstart.gateway.app import Router, build_app
+    from headstart.gateway.app import build_app
     from headstart.gateway.fleet import Fleet
     from headstart.gateway.prompts import Prompts
+    from headstart.gateway.router import Router
     from headstart.gateway.worker import Address
     from headstart.render import Renderer
 

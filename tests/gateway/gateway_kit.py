@@ -24,9 +24,10 @@ from headstart.api.connections import connection_type
 from headstart.api.service import Service
 from headstart.cli.opening import open_model
 from headstart.config import load_config
-from headstart.gateway.app import Router, build_app
+from headstart.gateway.app import build_app
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.prompts import Prompts
+from headstart.gateway.router import Router
 from headstart.gateway.worker import Address
 from headstart.render import Renderer
 from headstart.tier.base import Tier

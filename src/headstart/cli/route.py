@@ -63,8 +63,9 @@ async def _run(config: Config, addresses: list[Address], listener: socket.socket
     from headstart.cli import INTERRUPTED
     from headstart.cli.serve import KEEP_ALIVE_S, accounts_of, url_of
     from headstart.config import parse_aliases
-    from headstart.gateway.app import Router, build_app
+    from headstart.gateway.app import build_app
     from headstart.gateway.fleet import Fleet
+    from headstart.gateway.router import Router
 
     server = config.server
     secret = None if server.router_key is None else read_secret(server.router_key)

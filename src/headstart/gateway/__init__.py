@@ -1,6 +1,8 @@
 """Many workers behind one address: who they are, what each holds, where a request goes, and what becomes of it there.
 
     app         HTTP: the dialects, the admin API; what a server of ours has, with workers in place of an engine
+    router      all that it has: workers, prompts, accounts, who gave which answer
+    bodies      what is read of a body and put into it; passing: a stream on its way to the client
     forward     one request: sent, watched, sent elsewhere where nothing was answered yet, passed on as it comes
     sending     where and how a request is sent: the one place that another way of sending replaces
     apart       a prompt computed by one worker, and answered by another

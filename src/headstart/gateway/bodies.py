@@ -1,0 +1,47 @@
+"""What the router reads of a body, and the little that it puts in: all else passes as the client wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from headstart.api.ask import Ask
+
+
+def field_of(body: bytes, name: str) -> object:
+    """Return one field of a body; None where it has none, or is no object."""
+    try:
+        content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(content[name]) if name in content else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def text_salt(ask: Ask) -> str:
+    """Return a salt in letters that keeps a tenant's prompts apart in workers that know nothing of tenants."""
+    own = ask.caller.salt(ask.salt)
+    data = own if isinstance(own, bytes) else (own or "").encode("utf-8", "surrogatepass")
+    return hashlib.sha256(b"headstart.gateway.salt\0" + data).hexdigest()
+
+
+def limited(ask: Ask) -> dict[str, str]:
+    """Return how a caller with a key may have its request handled, for workers that do not know it."""
+    caller, handling = ask.caller, ask.handling
+    if caller.key is None:
+        return {}
+    retention = caller.retention if handling.retention == "default" else handling.retention
+    told = {"x-headstart-priority": str(caller.priority(handling.priority)), "x-headstart-retention": retention}
+    return told | ({"x-headstart-session": caller.session(handling.session)} if handling.session else {})
+
+
+def with_more(body: bytes, *, usage: bool = False, salt: str | None = None) -> bytes:
+    """Return a body that asks for usage in its stream, and has this salt; all else as the client wrote it."""
+    content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if usage:
+        options = msgspec.json.decode(content["stream_options"]) if "stream_options" in content else None
+        told = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+        content["stream_options"] = msgspec.Raw(msgspec.json.encode(told))
+    if salt is not None:
+        content["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+    return msgspec.json.encode(content)
