@@ -202,7 +202,7 @@ def test_an_answer_that_only_ever_opens_is_not_all_held() -> None:
         assert held.wait(60)
         yield from stream("said")[2:]
 
-    with Fake(opens) as one, routed([one.url]) as router:
+    with Fake(opens) as one, routed([one.url], keepalive_s=600.0) as router:
         eventually(lambda: router.ready() == 1)
         with httpx.stream("POST", f"{router.url}/v1/chat/completions", json={**ASKED, "stream": True}, timeout=60) as answer:
             next(answer.iter_bytes())
