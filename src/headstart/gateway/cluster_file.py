@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -197,8 +197,9 @@ def _table(cls: type, content: Mapping[str, Any], prefix: str, path: Path) -> An
         try:
             given[name] = msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
-            text = str(error).replace("`", "")
-            raise ConfigError(f"cluster file {path}: {key!r} cannot be {value!r}: {text}", key=key) from error
+            raise ConfigError(
+                f"cluster file {path}: {key!r} cannot be {value!r}: {_told(error, hints[name])}", key=key
+            ) from error
     try:
         return cls(**given)
     except TypeError:
@@ -206,6 +207,21 @@ def _table(cls: type, content: Mapping[str, Any], prefix: str, path: Path) -> An
         raise ConfigError(
             f"cluster file {path}: [[{prefix.rstrip('.')}]] has no {' and no '.join(missing)}", key=prefix
         ) from None
+
+
+def _told(error: msgspec.ValidationError, kind: Any) -> str:
+    """Return what is wrong with a value, and where few are right which those are."""
+    text = str(error).replace("`", "")
+    if text.startswith("Invalid enum value"):
+        return f"write one of {', '.join(_words(kind))}"
+    return 'write a time such as "22:00"' if text.startswith("Expected str matching") else text
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """Return the words that a type allows."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((words for one in get_args(kind) if (words := _words(one))), ())
 
 
 def _inner(kind: Any) -> tuple[type | None, bool]:
