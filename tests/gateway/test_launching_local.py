@@ -79,6 +79,7 @@ def test_one_that_is_killed_comes_again_at_another_address(folder: Path) -> None
     os.kill(pid_of(before), signal.SIGKILL)
     (after,) = eventually(launcher, lambda workers: workers[0].restarts == 1 and all_up(workers))
     assert pid_of(after) != pid_of(before)
+    assert after.why.startswith("killed by SIGKILL; the last that it said: listening on http://127.0.0.1:")
     launcher.close()
 
 

@@ -59,7 +59,7 @@ def _run(file: ClusterFile, api_key: str | None) -> int:
         if file.planner is not None and file.planner.metrics_port is not None:
             _metrics(cluster, file.planner.metrics_port)
         cluster.start()
-        log.info("starting %d workers; logs are in %s", len(file.specs()), file.folder / "logs")
+        log.info("workers asked for: %d; their logs are in %s", len(file.specs()), file.folder / "logs")
         cluster.run(stop, on_ready=lambda url: log.info("ready: %s routes to %d workers", url, len(file.specs())))
         log.info("ending; running requests may end first")
     finally:
@@ -109,7 +109,7 @@ def _detached(path: Path, file: ClusterFile, api_key: str | None) -> int:
                 if state is not None and state.ready and state.pid == process.pid and started_of(state.pid) == state.started:
                     click.echo(f"{state.router} routes to {len(file.specs())} workers; end them with headstart down {path}")
                     return 0
-                on_progress(f"starting {len(file.specs())} workers", None)
+                on_progress(f"until {len(file.specs())} workers are ready", None)
                 time.sleep(0.1)
     except BaseException:
         process.terminate()  # whoever gave up waiting wants no cluster

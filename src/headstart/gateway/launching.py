@@ -32,7 +32,7 @@ class Spec:
 class Launched:
     """A worker that was started. `state`: starting until it is known where it listens, up, down until it is started again,
     stopping; `restarts`: how often it was started anew; `where`: its process or machine and its log, for people; `why`: what
-    one that died had said last, where that is known."""
+    one that died had said last, and the signal that ended it, where that is known."""
 
     name: str
     spec: Spec

@@ -182,7 +182,7 @@ class LocalLauncher:
         else:
             alive = now_s - process.began_s < _WRITTEN_S
         if not alive:
-            process.alive, process.url, process.why = False, None, _last_line(process.log)
+            process.alive, process.url, process.why = False, None, _why(process)
             self._kill_rest(process)
             process.tries.failed(now_s)
         elif process.url is None:
@@ -222,6 +222,16 @@ class LocalLauncher:
 
 def _where(process: _Process) -> str:
     return f"log {process.log}" if process.pid is None else f"process {process.pid}, log {process.log}"
+
+
+def _why(process: _Process) -> str:
+    """Return how a process that is gone ended: by which signal, where that is known, and what it had said last."""
+    said = _last_line(process.log)
+    code = process.own.returncode if process.own is not None else None
+    if code is None or code >= 0:
+        return said
+    by = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"killed by {by}; the last that it said: {said or 'nothing'}"
 
 
 def _last_line(log: Path) -> str:
