@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -148,12 +149,17 @@ def test_a_decision_can_be_asked_for_by_either_id(router: Routed, client: openai
     assert router.http.get("/router/decisions?request=none").status_code == 404
 
 
-def test_a_worker_is_drained_before_it_goes(router: Routed, workers: list[Running], client: openai.OpenAI) -> None:
+def test_a_worker_is_drained_before_it_goes(
+    router: Routed, workers: list[Running], client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headstart")
     with running(FakeEngine()) as third:
         router.add(third.url)
         id = third.url.removeprefix("http://")
         assert router.http.patch(f"/router/workers/{id}", json={"role": "decode"}).json()["role"] == "decode"
         assert router.http.patch(f"/router/workers/{id}", json={"role": "cook"}).status_code == 400
+        unknown = router.http.patch(f"/router/workers/{id}", json={"drain": True}).json()["error"]
+        assert (unknown["param"], unknown["message"]) == ("drain", "drain is not known here")
         third.engine.gate.clear()
         others = [one.url.removeprefix("http://") for one in workers]
         for other in others:
@@ -172,6 +178,8 @@ def test_a_worker_is_drained_before_it_goes(router: Routed, workers: list[Runnin
             assert b"[DONE]" in one.read()
         eventually(lambda: third.url not in router.workers())
         assert router.http.get(f"/router/workers/{id}").status_code == 404
+        eventually(lambda: f"worker {id} removed" in caplog.text)
+        assert f"worker {id} is down" not in caplog.text  # who was asked to go is no failure
 
 
 def test_pages_of_elsewhere_and_strangers_are_refused(router: Routed) -> None:

@@ -108,7 +108,9 @@ class Fleet:
             return
         if (task := self._tasks.pop(worker.id, None)) is not None:
             task.cancel()
-        self._lose(worker, "it was removed")
+        worker.alive, worker.why_down = False, "it was removed"
+        self._forget(worker)
+        self._lose_flights(worker)
         closing = asyncio.get_running_loop().create_task(self._disconnect(worker))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

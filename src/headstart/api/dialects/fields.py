@@ -128,6 +128,9 @@ def invalid(told: str) -> RequestError:
     if missing := re.fullmatch(r"Object missing required field (\w+)", what):
         param = f"{param}.{missing[1]}".removeprefix(".")
         return RequestError(f"{param} is missing", param=param)
+    if unknown := re.fullmatch(r"Object contains unknown field (.+)", what):
+        param = f"{param}.{unknown[1]}".removeprefix(".")
+        return RequestError(f"{param} is not known here", param=param)
     if expected := re.fullmatch(r"Expected ([^,]+), got \S+", what):
         kinds = [_IN_WORDS[kind] for kind in expected[1].split(" | ") if kind in _IN_WORDS]
         if kinds:
