@@ -223,6 +223,7 @@ def test_the_command_prints_every_rule_and_draws(tmp_path: Path) -> None:
 
     found = json.loads(said("--json", "--plot", str(tmp_path / "a.svg")))
     assert [one["rule"] for one in found["rules"]] == list(NAMES)
+    assert all(name in CliRunner().invoke(command, ["--help"]).output for name in NAMES)
     assert {one["requests"] for one in found["rules"]} == {20}
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
     assert said("--rule", "dynamo", "--requests", "5", "--pool-tokens", "1M").count("\n") == 2

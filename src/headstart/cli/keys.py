@@ -55,7 +55,7 @@ def _options(command: Command) -> Command:
     "--priority", type=click.IntRange(-9999, 9999), help="the highest priority that requests may ask for  [default: 0]"
 )
 @click.option("--disk", metavar="SIZE", help="most of the disk tier that the tenant may have, from the next start on")
-@click.option("--operator", is_flag=True, help="may read /metrics, which tells of all tenants")
+@click.option("--operator", is_flag=True, help="may read /metrics, which tells of all tenants, and direct a router's workers")
 @click.option("--note", metavar="TEXT", help="for people")
 @_options
 def add(file: Path | None, config_file: Path | None, as_json: bool, body: str | None, **fields: Any) -> None:

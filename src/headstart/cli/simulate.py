@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, path_type=Path))
 @click.option("--workers", type=click.IntRange(1, 1024), default=8, show_default=True, help="how many engines there are")
-@click.option("--rule", "rules", multiple=True, metavar="RULE", help="which rule, again for more; without it all are compared")
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="headstart, round-robin, least-loaded, prefix-only or dynamo, again for more; without it all are compared",
+)
 @click.option(
     "--faster",
     type=click.FloatRange(min=0, min_open=True),

@@ -13,9 +13,11 @@ from headstart.cli.asking import URL, asked_of, decision_of
 
 @click.command()
 @click.argument("request")
-@click.option("--url", default=URL, show_default=True, help="where the server listens")
-@click.option("--api-key", envvar="HEADSTART_API_KEY", help="a key of the tenant whose request it was")
-@click.option("--router", is_flag=True, help="ask a router instead which worker got the request, and why")
+@click.option("--url", default=URL, show_default=True, help="where the server listens, or the router")
+@click.option(
+    "--api-key", envvar="HEADSTART_API_KEY", help="a key of the tenant whose request it was; with --router an operator's"
+)
+@click.option("--router", is_flag=True, help="what listens there is a router: tell which worker got the request, and why")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def why(request: str, url: str, api_key: str | None, router: bool, as_json: bool) -> None:
     """Tell what a running server reused of REQUEST, the id of an answer, from which tier, and what it did not reuse and why:
