@@ -79,7 +79,9 @@ def test_what_becomes_of_a_block_is_explained(run: Run, places: tuple[Path, Path
     said = run("policy", "explain", key_of(kv(4, seed=2)), "--config", away)
     assert "  rule 1 does nothing (there is no tier 'object'): move to object\n" in said
     assert "  rule 2 is not about what lies in 'disk': drop from pool\n  next: it stays in 'disk': no rule applies" in said
-    assert "no tier" in run("policy", "explain", "0123456789abcdef", "--config", file, code=3)
+    missed = run("policy", "explain", "0123456789abcdef", "--config", file, code=3)
+    assert "no tier" in missed
+    assert "name the file with --config" in missed
 
 
 def test_what_a_query_selects_is_moved_and_given_again_nothing_is_left_to_do(run: Run, places: tuple[Path, Path]) -> None:
@@ -155,7 +157,7 @@ def test_a_pool_is_looked_at_and_changed_like_a_directory(run: Run, places: tupl
         assert tier.check() == []
     finally:
         tier.close()
-    assert "is a pool of many machines" in run("ls", "--directory", pool, code=4)
+    assert "is a pool of many machines: give it as --pool, to `headstart cache` too" in run("ls", "--directory", pool, code=4)
     assert "--directory and --pool are given" in run("ls", "--directory", pool, "--pool", pool, code=2)
     assert "there is no" in run("ls", "--pool", pool / "nowhere", code=3)
 

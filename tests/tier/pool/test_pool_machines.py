@@ -236,7 +236,7 @@ def test_pins_and_classes_of_one_machine_hold_against_anothers_collecting(machin
 
 def test_a_cache_directory_is_no_pool_and_a_pool_no_cache_directory(machine: Make, root: Path, tmp_path: Path) -> None:
     machine()
-    with pytest.raises(FormatMismatch, match="serve --pool"):
+    with pytest.raises(FormatMismatch, match="give it as --pool"):
         DiskTier.open(root, capacity_bytes=CAPACITY)
     DiskTier.open(tmp_path / "kv", capacity_bytes=CAPACITY).close()
     with pytest.raises(FormatMismatch, match="cannot become a pool"):

@@ -101,7 +101,11 @@ def explain(key: str, directories: tuple[Path, ...], config_file: Path | None, a
                 continue
             there += [_told(cached, cached.extents[spot.extent], tier, tiers, found) for spot in spots]
     if not there:
-        raise NotThere(f"no tier that can be looked at from here has a block whose key begins with {key}", key=key)
+        raise NotThere(
+            f"no tier that can be looked at from here has a block whose key begins with {key}"
+            "; a server with a configuration file keeps its own directory: name the file with --config",
+            key=key,
+        )
     if as_json:
         click.echo(json.dumps({"key": key, "tiers": list(tiers), "found": there}))
         return 0

@@ -263,7 +263,7 @@ class Directory:
         found = set(marker.get("features", []))
         if POOL in self._features ^ found and found <= FEATURES | {POOL}:
             raise FormatMismatch(
-                f"{self.root} is a pool of many machines: use it with `headstart serve --pool`, and another directory beside it"
+                f"{self.root} is a pool of many machines: give it as --pool, to `headstart cache` too, beside a directory"
                 if POOL in found
                 else f"{self.root} is a cache directory of one machine and cannot become a pool; choose another directory",
                 tier="disk",
