@@ -623,6 +623,16 @@ def _flat(table: Mapping[str, Any], prefix: str, where: str) -> Iterable[tuple[s
             yield key, value
 
 
+def environment_with(values: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with `values` put in, for a child."""
+    return {**os.environ, **values}
+
+
+def keep_from_children(variable: str) -> None:
+    """Take a variable out of this process's environment, and so out of that of all it starts from now on."""
+    os.environ.pop(variable, None)
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     by_variable = {setting.variable: setting for setting in settings().values()}
     chosen = {}

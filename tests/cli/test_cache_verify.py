@@ -166,7 +166,9 @@ def test_what_cannot_be_read_is_left_alone_and_told(tmp_path: Path, run: Run, mo
 
 def test_an_interrupt_ends_verify_with_what_was_found_so_far(tmp_path: Path) -> None:
     family(tmp_path / "kv")
-    program = "import sys; from headstart.cli import main; sys.argv = ['headstart', *sys.argv[1:]]; main()"
+    # Of what a shell started behind, interrupts are ignored.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from headstart.cli import main; sys.argv = ['headstart', *sys.argv[1:]]; main()"
     arguments = ["cache", "verify", "--rate", "4KiB", "--json", "--directory", str(tmp_path / "kv")]
     with subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -44,9 +43,10 @@ def up(file: Path, dry_run: bool, detach: bool, api_key: str | None) -> int:
 
 def _run(file: ClusterFile, api_key: str | None) -> int:
     from headstart.cli import INTERRUPTED
+    from headstart.config import keep_from_children
     from headstart.gateway.cluster import Cluster
 
-    os.environ.pop(_KEY, None)  # it is no business of what is started here
+    keep_from_children(_KEY)  # it is no business of what is started here
     stop, told = threading.Event(), []
     cluster = Cluster(file, api_key=api_key)
 
@@ -85,6 +85,7 @@ def _metrics(cluster: Cluster, port: int) -> None:
 def _detached(path: Path, file: ClusterFile, api_key: str | None) -> int:
     """Have another process run the cluster; return once its workers are ready. Raises HeadstartError where it ends before."""
     from headstart.cli.progress import shown_progress
+    from headstart.config import environment_with
     from headstart.errors import HeadstartError, NotThere
     from headstart.gateway.child import started_of
     from headstart.gateway.cluster import State, read_state
@@ -92,7 +93,7 @@ def _detached(path: Path, file: ClusterFile, api_key: str | None) -> int:
     logs = file.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [sys.executable, "-m", "headstart.cli", "up", str(path)]
-    told = {**os.environ, **({_KEY: api_key} if api_key else {})}  # a command line is for every user to see
+    told = environment_with({_KEY: api_key} if api_key else {})  # a command line is for every user to see
     with (logs / "up.log").open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headstart.config import environment_with
 from headstart.errors import HeadstartError
 from headstart.gateway.child import started_of
 from headstart.gateway.launching import Launched, Spec, State, announced, filled
@@ -142,7 +143,7 @@ class LocalLauncher:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **process.spec.environment},
+                env=environment_with(process.spec.environment),
             )
         process.pid, process.started, process.alive, process.began_s = None, None, True, self._clock()
 

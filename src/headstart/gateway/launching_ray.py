@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart.config import environment_with
 from headstart.errors import HeadstartError, MissingExtra
 from headstart.gateway.launching import Launched, Spec, announced, filled
 
@@ -185,7 +186,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **own.environment},
+                env=environment_with(own.environment),
             )
         self._where = f"{host}, process {self._process.pid}, log {self._log}"
         self._began = f"{host} {self._process.pid} {time.time()}"

@@ -70,9 +70,9 @@ def command(python: str, folder: Path, config: Config, *, port: int) -> list[str
 
 def transfer_config(config: Config) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for a configuration: the store that `serve` would have without vLLM."""
-    chosen = {
-        f"cache.{name}": value for name, value in asdict(config.cache).items() if name not in _NOT_ITS and value is not None
-    }
+    cache = asdict(config.cache)
+    tiering = {f"cache.tiering.{name}": value for name, value in cache.pop("tiering").items()}
+    chosen = tiering | {f"cache.{name}": value for name, value in cache.items() if name not in _NOT_ITS and value is not None}
     extra: dict[str, Any] = {
         **{key: str(value.expanduser()) if isinstance(value, Path) else value for key, value in chosen.items()},
         "cache.directory": [str(path) for path in config.cache.directories],
