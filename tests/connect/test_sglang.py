@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,14 @@ def test_v0_pages_come_back_bit_for_bit(attach: Attach) -> None:
     assert second.get("another", pool.get_dummy_flat_data_page()) is None
 
 
-def test_processes_share_the_nodes_memory_without_any_disk(attach: Attach, tmp_path: Path) -> None:
-    shared = {"cache.node_memory": "8MiB", "cache.node_directory": str(tmp_path / "node"), "cache.capacity": "0"}
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="headstart-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_processes_share_the_nodes_memory_without_any_disk(attach: Attach, shared_memory: Path) -> None:
+    shared = {"cache.node_memory": "8MiB", "cache.node_directory": str(shared_memory / "node"), "cache.capacity": "0"}
     pool, names = filled(3, seed=8), keys(3)
     writer, reader = attach(pool, **shared), attach(target := HostPool(3), **shared)
     assert writer.batch_set_v1(names, pool.indices(0, 1, 2)) == [True] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,8 +125,16 @@ def test_a_prefix_is_as_long_as_the_shortest_of_all_ranks(
         one.close()
 
 
-def test_what_is_stored_of_a_request_that_waits_is_brought_to_the_nodes_memory(tmp_path: Path, worker: Worker) -> None:
-    node = {"cache.node_memory": "32MiB", "cache.node_directory": str(tmp_path / "node")}
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="headstart-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_what_is_stored_of_a_request_that_waits_is_brought_to_the_nodes_memory(
+    tmp_path: Path, shared_memory: Path, worker: Worker
+) -> None:
+    node = {"cache.node_memory": "32MiB", "cache.node_directory": str(shared_memory / "node")}
     scheduler = new(tmp_path, **node)
     scheduler.shake_hands({(0, 0): told(worker)})
     assert scheduler._lookups is not None
