@@ -7,8 +7,10 @@ enters and what leaves is `books`' business.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from headstart.tier.surveying import Survey
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -289,6 +292,21 @@ class ExtentTable:
             tenants=self._kept.tenants[rows],
             created_ms=self._created_ms[rows],
         )
+
+    def in_steps(
+        self, lock: AbstractContextManager[object], most: int, look: Callable[[npt.NDArray[np.int64]], T]
+    ) -> Iterator[T]:
+        """Yield what `look` makes of the living rows, at most so many at a time under `lock`: a lookup would wait for all."""
+        low = 0
+        while True:
+            with lock:
+                living = self.living()
+                rows = living[np.searchsorted(living, low) :][:most]
+                found = look(rows)
+            if not len(rows):
+                return
+            low = int(rows[-1]) + 1
+            yield found
 
     def survey(self, rows: npt.NDArray[np.int64], tier: str, *, now_ms: int) -> Survey:
         """Return what rules may ask of some living extents."""

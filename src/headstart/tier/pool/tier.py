@@ -339,28 +339,16 @@ class PoolTier:
 
     def survey(self) -> Iterator[Survey]:
         self._require_open()
-        books, low = self._store.books, 0
-        while True:
-            with self._store.lock:  # not for all at once: a lookup would wait for it
-                living = books.living()
-                rows = living[np.searchsorted(living, low) :][:ROWS]
-                found = books.survey(rows, self.name, now_ms=self._store.now_ms())
-            if not len(rows):
-                return
-            low = int(rows[-1]) + 1
-            yield found
+        store = self._store
+        yield from store.books.in_steps(
+            store.lock, ROWS, lambda rows: store.books.survey(rows, self.name, now_ms=store.now_ms())
+        )
 
     def scan(self) -> Iterator[ExtentInfo]:
         self._require_open()
-        books, found, low = self._store.books, list[ExtentInfo](), 0
-        while True:
-            with self._store.lock:  # not for all at once: a lookup would wait for it
-                living = books.living()
-                rows = living[np.searchsorted(living, low) :][:_SCAN_ROWS]
-                found += books.infos(rows, now_ms=self._store.now_ms())
-            if not len(rows):
-                return iter(found)
-            low = int(rows[-1]) + 1
+        store = self._store
+        steps = store.books.in_steps(store.lock, _SCAN_ROWS, lambda rows: store.books.infos(rows, now_ms=store.now_ms()))
+        return iter([info for step in steps for info in step])
 
     def statistics(self) -> TierStatistics:
         store = self._store
