@@ -165,6 +165,7 @@ C026  A read slower than every eviction is still right.
       sharing · test_what_another_process_reads_is_not_removed
       joining · test_what_another_process_reads_stays_until_it_is_done_and_goes_then
 C027  Nobody sees half of what is being written.
+      directories · test_nobody_finds_what_is_still_being_written
       s01 · test_a_second_reader_never_sees_half_of_what_a_writer_is_writing
 C029  A restore that failed spoils nothing else.
       s01 · test_a_changed_byte_anywhere_is_a_miss_from_there_and_spoils_nothing_else

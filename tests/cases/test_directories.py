@@ -3,10 +3,12 @@ that got in each other's way, file systems that lack a call, directories of some
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from headstart.testing.crash_disk import CrashDisk
 from headstart.testing.fake_kv import IDENTITY, TINY, FakeKV
 from headstart.testing.faulty_disk import FaultyDisk, ProcessDied
 from headstart.testing.round_trip import hit_tokens, load, save
-from headstart.tier.disk import DiskTier
+from headstart.tier.disk import DiskTier, door
 from headstart.tier.disk.directory import Directory
 from headstart.tier.disk.door import Handle, RealDisk
 from headstart.tier.disk.records import SegmentName
@@ -132,25 +134,74 @@ def test_sixteen_writers_of_the_same_prompts_store_each_once_and_never_replace_i
         assert cache.check() == []
 
 
-class WithoutFallocate(RealDisk):
-    """A file system, such as a parallel one, that neither reserves space nor makes holes."""
+class WithoutFallocate:
+    """The C library over a file system, such as a parallel one, that neither reserves space nor makes holes."""
 
-    def reserve(self, handle: Handle, offset: int, nbytes: int) -> bool:
-        return False
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.calls = 0
 
-    def punch(self, handle: Handle, offset: int, nbytes: int) -> bool:
-        return False
+    def fallocate(self, *_: int) -> int:
+        self.calls += 1
+        ctypes.set_errno(self.code)
+        return -1
 
 
-def test_without_fallocate_everything_is_stored_served_and_bounded(tmp_path: Path) -> None:
-    root = tmp_path / "kv"
-    with cache_over(DiskTier.open(root, capacity_bytes=CAPACITY, disk=WithoutFallocate())) as cache:
-        for number in range(40):
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_without_fallocate_everything_is_stored_served_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    root, without = tmp_path / "kv", WithoutFallocate(code)
+    monkeypatch.setattr(door, "_libc", lambda: without)
+    tier = DiskTier.open(root, capacity_bytes=CAPACITY)
+    with cache_over(tier) as cache:
+        for number in range(30):
             kv = chain(number, 24)
             assert save(cache, kv).stored_tokens == 24 * 64
             assert load(cache, kv).usable_tokens == 24 * 64
-            assert sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()) <= CAPACITY
+            charged = sum(path.stat().st_blocks * 512 for path in root.rglob("*"))
+            assert charged <= tier.statistics().allocated_bytes <= CAPACITY
         assert cache.check() == []
+    assert without.calls > 10
+    with (tmp_path / "sparse").open("wb") as sparse:
+        sparse.truncate(CAPACITY)
+    assert RealDisk().stat(tmp_path / "sparse").allocated_bytes < CAPACITY // 2
+
+
+class InParts(RealDisk):
+    """Writes an extent in parts, and calls `between` after each."""
+
+    between: Callable[[], None] | None = None
+
+    def write(self, handle: Handle, data: memoryview | bytes, offset: int) -> None:
+        view = memoryview(data).cast("B")
+        if self.between is None or view.nbytes <= 64 << 10:
+            return super().write(handle, view, offset)
+        at = 0
+        for percent in (10, 50, 99, 100):
+            end = view.nbytes * percent // 100 // 4096 * 4096
+            super().write(handle, view[at:end], offset + at)
+            at = end
+            self.between()
+        return None
+
+
+def test_nobody_finds_what_is_still_being_written(tmp_path: Path) -> None:
+    """Not whoever writes it, and no other process."""
+    disk, kv = InParts(), chain(1, 24)
+    other = DiskTier.open(tmp_path, capacity_bytes=CAPACITY)
+    with cache_over(DiskTier.open(tmp_path, capacity_bytes=CAPACITY, disk=disk)) as mine, cache_over(other) as theirs:
+        found: list[tuple[int, int]] = []
+
+        def look() -> None:
+            other.refresh()
+            found.append((hit_tokens(mine, kv), hit_tokens(theirs, kv)))
+
+        disk.between = look
+        assert save(mine, kv).stored_tokens == 24 * 64
+        assert found == [(0, 0)] * 4
+        look()
+        assert found[-1] == (24 * 64, 24 * 64)
 
 
 class Recorder(RealDisk):

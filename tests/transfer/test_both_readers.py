@@ -22,7 +22,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeDestination, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.round_trip import finish, load, match, save
-from headstart.tier.base import RawExtent
+from headstart.tier.base import RawExtents
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import RealDisk
 from headstart.transfer import batch, native
@@ -92,9 +92,9 @@ def place(cache: PrefixCache, kv: FakeKV, extent: int) -> int:
     """Return where the extent with that number in the prompt begins in its file."""
     with match(cache, kv) as lease:
         run = lease._runs[extent]
-        raw = lease._sources[0].tier.raw(run.extent)  # type: ignore[attr-defined]
+        raw = lease._sources[0].tier.raw([run.extent])  # type: ignore[attr-defined]
         lease._sources[0].tier.let_go_raw(raw, bytes_read=0)  # type: ignore[attr-defined]
-        return int(raw.offset)
+        return int(raw.offsets[0])
 
 
 def flip(file: Path, at: int) -> None:
@@ -256,37 +256,40 @@ def test_a_file_cut_under_the_reader_ends_the_prefix(tmp_path: Path, way: str) -
         assert {fault.reason for fault in loaded.load.faults} == {"corrupt"}
 
 
-LIES: dict[str, Callable[[RawExtent], dict[str, int]]] = {
-    "a descriptor that is closed": lambda raw: {"descriptor": 1 << 20},
-    "another offset": lambda raw: {"offset": raw.offset + 4096},
-    "an offset that no direct read takes": lambda raw: {"offset": raw.offset + 8},
-    "a longer header": lambda raw: {"header_bytes": raw.header_bytes + 4096},
-    "more blocks": lambda raw: {"blocks": raw.blocks + 1},
-    "another length": lambda raw: {"extent_bytes": raw.extent_bytes + 4096},
+LIES: dict[str, tuple[str, Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]]] = {
+    "a descriptor that is closed": ("descriptors", lambda true: np.full_like(true, 1 << 20)),
+    "another offset": ("offsets", lambda true: true + 4096),
+    "an offset that no direct read takes": ("offsets", lambda true: true + 8),
+    "a longer header": ("header_bytes", lambda true: true + 4096),
+    "more blocks": ("blocks", lambda true: true + 1),
+    "another length": ("extent_bytes", lambda true: true + 4096),
 }
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize(("column", "lie"), LIES.values(), ids=LIES)
 @pytest.mark.parametrize("every", [1, 2], ids=["all", "every second"])
 def test_where_the_c_reader_is_told_wrong_the_portable_one_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Callable[[RawExtent], dict[str, int]], every: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, lie: Callable[[Any], Any], every: int
 ) -> None:
     if native.reader() is None:
         pytest.skip("headstart was installed without its C reader")
     raw = DiskTier.raw
-    calls: list[None] = []
+    lies = 0
 
-    def lying(self: DiskTier, extent: Any) -> RawExtent | None:
-        calls.append(None)
-        found = raw(self, extent)
+    def lying(self: DiskTier, extents: Any) -> RawExtents | None:
+        nonlocal lies
+        found = raw(self, extents)
         assert found is not None
-        return replace(found, **lie(found)) if len(calls) % every == 0 else found
+        told = getattr(found, column).copy()
+        told[every - 1 :: every] = lie(told[every - 1 :: every])
+        lies += len(told[every - 1 :: every])
+        return replace(found, **{column: told})
 
     with opened(tmp_path, WIDE) as cache:
         kv = stored(cache, WIDE)
         monkeypatch.setattr(DiskTier, "raw", lying)
         loaded = load(cache, kv)
-        assert calls
+        assert lies
         assert (loaded.usable_tokens, loaded.wrong) == (PIECES * 64, [])
         assert load(cache, kv, shift=8).wrong == []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from threading import Event
 
 import pytest
 
 from headstart.errors import StoreError
+from headstart.transfer import io_pool
 from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
 
@@ -42,6 +44,47 @@ def test_the_most_urgent_job_runs_first_and_equals_in_order_of_arrival() -> None
     assert all(job.ended.wait(TIMEOUT_S) for job in jobs)
     assert order == ["a", "b", "c", "d"]
     assert pool.close() == 0
+
+
+def running_threads(name: str) -> int:
+    return sum(thread.name.startswith(f"{name}-read-") for thread in threading.enumerate())
+
+
+def test_a_thread_is_started_for_a_job_that_no_idle_one_takes_up_to_so_many() -> None:
+    pool = IOPool("lazy", threads=4)
+    assert running_threads("lazy") == 1
+    gate, together = Event(), threading.Barrier(4)
+
+    def meet() -> None:
+        together.wait(TIMEOUT_S)  # only four at once get past it
+        gate.wait(TIMEOUT_S)
+
+    jobs = [FakeJob((0,), meet) for _ in range(4)]
+    for job in jobs:
+        pool.submit([job])
+    later = FakeJob((1,), lambda: None)
+    pool.submit([later])
+    assert running_threads("lazy") == 4
+    gate.set()
+    assert all(job.ended.wait(TIMEOUT_S) for job in [*jobs, later])
+    assert [job.abandoned for job in jobs] == [[]] * 4
+    assert pool.close() == 0
+    assert running_threads("lazy") == 0
+
+
+def test_a_pool_goes_on_with_the_threads_that_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = IOPool("disk", threads=4)
+    monkeypatch.setattr(io_pool.Thread, "start", refuse)
+    jobs = [FakeJob((0,), lambda: None) for _ in range(8)]
+    pool.submit(jobs)
+    pool.warm()
+    assert all(job.ended.wait(TIMEOUT_S) for job in jobs)
+    assert [job.abandoned for job in jobs] == [[]] * 8
+    assert pool.close() == 0
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_job_that_raises_is_abandoned_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:

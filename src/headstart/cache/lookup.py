@@ -126,6 +126,8 @@ def last_boundary(tiers: Sequence[tuple[int, Pieces]], *, within: int) -> Bounda
 
 def part_of(runs: Sequence[Run], first: int, pieces: int) -> list[Run]:
     """Return what of `runs` lies in the `pieces` pieces from `first` on, with starts that count from there."""
+    if not first and runs and runs[-1].start + runs[-1].pieces <= pieces:
+        return list(runs)  # all of it, as most often: a long prompt may lie in a thousand of them
     parts = []
     for run in runs:
         start, end = max(run.start, first), min(run.start + run.pieces, first + pieces)

@@ -22,6 +22,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from threading import RLock
 
@@ -291,8 +292,10 @@ class CrashDisk:
     def entries(self, path: Path) -> list[Entry]:
         with self._lock:
             self._directory(path)
-            inside = [(name, file) for name, file in self._names.items() if name.parent == PurePosixPath(path) != name]
-            return sorted((Entry(name.name, file is None) for name, file in inside), key=lambda entry: entry.name)
+            above = f"{path}/".replace("//", "/")  # as text, since paths take longer to make than all the rest
+            named = ((str(name), file) for name, file in self._names.items())
+            inside = [(text.removeprefix(above), file) for text, file in named if text.startswith(above)]
+            return [Entry(name, file is None) for name, file in sorted(inside, key=itemgetter(0)) if name and "/" not in name]
 
     def make_directory(self, path: Path) -> None:
         with self._lock:

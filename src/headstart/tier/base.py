@@ -117,27 +117,28 @@ class ReadRange:
     buffers: Sequence[memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class RawExtent:
-    """An extent in its file, which is held open until the tier's `let_go_raw`. `descriptor` bypasses the page cache."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RawExtents:
+    """Extents in their files, which are held open until the tier's `let_go_raw`: entry i of a column is extent i's.
+    `descriptors` bypass the page cache."""
 
-    extent: ExtentId
-    descriptor: int
-    offset: int
-    extent_bytes: int
-    header_bytes: int
-    blocks: int
-    file: object  # the tier's own
+    descriptors: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    extent_bytes: npt.NDArray[np.int64]
+    header_bytes: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    files: object  # the tier's own
 
 
 class RawTier(Protocol):
     """A tier whose extents may also be read straight from their files."""
 
-    def raw(self, extent: ExtentId) -> RawExtent | None:
-        """Return where a leased extent lies and hold its file open, or None where only `read` may read it. Never raises."""
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        """Return where leased extents of one lane lie and hold their files open, or None where only `read` may read one of
+        them. Never raises."""
         ...
 
-    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None: ...
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None: ...
 
 
 @runtime_checkable

@@ -26,14 +26,14 @@ from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt
 from headstart.tier.arena import ALIGNMENT
-from headstart.tier.base import RawExtent, RawTier
+from headstart.tier.base import RawExtents, RawTier
 from headstart.transfer import native
 from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.native import HeaderIs, Outcome
 from headstart.transfer.plan import Head, Prompt, Request
-from headstart.transfer.tables import Table, destination_of, expected, lay_out, plan_of
+from headstart.transfer.tables import Plan, Table, alike, destination_of, expected, lay_out
 
 _SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
 _MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
@@ -57,7 +57,7 @@ class Start:
         if batch is None:
             self._pool.submit(self._heads)
             return
-        *workers, last = (_Worker(batch) for _ in range(self._pool.threads))
+        *workers, last = (_Worker(batch) for _ in range(batch.workers))
         # Behind the other workers: when a thread comes to it, they are reading, and need the interpreter no more.
         self._pool.submit([*workers, _Rest(batch, last)])
 
@@ -66,23 +66,20 @@ class Start:
             head.abandon(error)
 
     def _batch(self) -> Batch | None:
-        raws: list[RawExtent] = []
-        tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's
+        raw: RawExtents | None = None
+        tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's, and one lane's
         try:
             reader = native.reader()
             destination = destination_of(self._into, self._load)
             if reader is None or destination is None:
                 return None
-            for head in self._heads:
-                raw = tier.raw(head.span.extent)
-                if raw is None:
-                    break
-                raws.append(raw)
-            else:
-                return Batch(reader, self._load, self._prompt, self._pool, tier, self._heads, raws, *destination)
+            raw = tier.raw([head.span.extent for head in self._heads])
+            if raw is None:
+                return None
+            return Batch(reader, self._load, self._prompt, self._pool, tier, self._heads, raw, *destination)
         except Exception:  # noqa: BLE001 - an engine's view may raise anything: the portable way meets it again, and tells
             _log.debug("a load is read the portable way", exc_info=True)
-        for raw in raws:
+        if raw is not None:
             tier.let_go_raw(raw, bytes_read=0)
         return None
 
@@ -98,7 +95,7 @@ class Batch:
         pool: IOPool,
         tier: RawTier,
         heads: Sequence[Head],
-        raws: Sequence[RawExtent],
+        raw: RawExtents,
         layers: Table,
         memory: Sequence[npt.NDArray[np.uint8]],
     ) -> None:
@@ -109,42 +106,45 @@ class Batch:
         self._prompt = prompt
         self._tier = tier
         self._heads = heads
-        self._raws = raws
+        self._raw = raw
         self._memory = memory
         self._changed = Condition()
-        self._workers = pool.threads
         self._rest_taken = False  # somebody lays out what comes behind the heads, or has
         self._no_rest: BaseException | None = None  # why there is none
         self._error: BaseException | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
-        self._plans = [
-            plan_of(prompt.representation, raw.blocks, raw.header_bytes, head.span.first, head.span.pieces)
-            for head, raw in zip(heads, raws, strict=True)
-        ]
+        self._groups = alike(prompt.representation, raw, heads)
+        plans: dict[int, Plan] = {}
+        self._left = np.zeros(count, np.int64)
+        for group in self._groups:
+            plans |= dict.fromkeys(group.numbers.tolist(), group.plan)
+            self._left += group.plan.counts * len(group.numbers)
+        self._plans = [plans[number] for number in range(len(heads))]
         # The heads are laid out now, so that they are being read while the rest is.
-        table = np.zeros(sum(len(plan.asked) for plan in self._plans), native.REQUEST)
-        parts = np.zeros(sum(len(plan.parts) for plan in self._plans), native.PART)
-        first, first_parts, self._which = lay_out(heads, raws, self._plans, rest=False, first_part=0)
+        table = np.zeros(sum(len(group.plan.asked) * len(group.numbers) for group in self._groups), native.REQUEST)
+        self.workers = min(pool.threads, len(table))  # a thread that would find nothing to read is not woken
+        self._workers = self.workers
+        parts = np.zeros(sum(len(group.plan.parts) * len(group.numbers) for group in self._groups), native.PART)
+        first, first_parts, self._which = lay_out(self._groups, raw, rest=False, first_part=0)
         table[: len(first)], parts[: len(first_parts)] = first, first_parts
         self._parts_of_heads = len(first_parts)
         self._request_extents: list[int] = first["extent"].tolist()
         self._states = np.zeros(len(heads), np.int32)
         self._checks = np.zeros((count, load.pieces, 16), np.uint8)
-        self._left = np.zeros(count, np.int64)
-        for plan in self._plans:
-            self._left += plan.counts
         self._never_read = np.zeros(count, np.int64)  # parts that no reader will come to
         self._told = self._left == 0
         self._ended = np.zeros(count, np.int64)
         self._bytes = np.zeros(count, np.int64)
         self._closing = np.zeros(1, np.int64)
-        self._staging_bytes = max(plan.most_bytes for plan in self._plans) + 2 * ALIGNMENT  # where direct I/O begins and ends
+        self._staging_bytes = (
+            max(group.plan.most_bytes for group in self._groups) + 2 * ALIGNMENT
+        )  # where direct I/O begins and ends
         blocks = load.pieces * per_piece
         self._tables: dict[str, npt.NDArray[np.generic]] = {
             "layers": layers,
             "parts": parts,
-            "extents": expected(heads, self._plans),
+            "extents": expected(self._groups),
             "requests": table,
             "states": self._states,
             "digest": np.frombuffer(prompt.digest, np.uint8),
@@ -173,7 +173,7 @@ class Batch:
             return
         heads, first_part = len(self._heads), self._parts_of_heads
         try:
-            table, parts, which = lay_out(self._heads, self._raws, self._plans, rest=True, first_part=first_part)
+            table, parts, which = lay_out(self._groups, self._raw, rest=True, first_part=first_part)
             self._tables["requests"][heads:], self._tables["parts"][first_part:] = table, parts
             self._request_extents += table["extent"].tolist()
             self._which += which
@@ -228,10 +228,7 @@ class Batch:
                 return
         if self._no_rest is not None:
             self._tell_no_rest(self._no_rest)
-        nbytes = int(self._bytes.sum())
-        for raw in self._raws:
-            self._tier.let_go_raw(raw, bytes_read=nbytes)
-            nbytes = 0
+        self._tier.let_go_raw(self._raw, bytes_read=int(self._bytes.sum()))
 
     def _take_rest(self) -> bool:
         with self._changed:
@@ -258,13 +255,14 @@ class Batch:
         """Decode and compare a header that lies in staging and that C did not take for right: another retention class's name is
         longer, say. What is not as it should be, the portable way will say."""
         extent = self._request_extents[number]
-        head, raw, plan = self._heads[extent], self._raws[extent], self._plans[extent]
-        at = raw.offset % ALIGNMENT
+        head, plan = self._heads[extent], self._plans[extent]
+        at = int(self._raw.offsets[extent]) % ALIGNMENT
         try:
-            header = decode_header(memory[at : at + raw.header_bytes], self._prompt.representation)
+            header = decode_header(memory[at : at + plan.layout.header_bytes], self._prompt.representation)
             layout = header.layout(self._prompt.representation)
             right = header.algorithm == _ALGORITHM and head.mismatch(header) is None
-            right = right and (layout.layer_offsets, layout.extent_bytes) == (plan.layout.layer_offsets, raw.extent_bytes)
+            right = right and layout.layer_offsets == plan.layout.layer_offsets
+            right = right and layout.extent_bytes == int(self._raw.extent_bytes[extent])
         except ExtentCorrupt:
             right = False
         if not right:
@@ -293,13 +291,13 @@ class Batch:
         found = self._headers[extent]
         if found is not None:
             return found
-        span, raw, representation = self._heads[extent].span, self._raws[extent], self._prompt.representation
+        span, blocks, representation = self._heads[extent].span, int(self._raw.blocks[extent]), self._prompt.representation
         per_piece = representation.blocks_per_piece
-        keys = [b""] * raw.blocks
+        keys = [b""] * blocks
         keys[span.first * per_piece : (span.first + span.pieces) * per_piece] = self._prompt.keys[
             span.start * per_piece : (span.start + span.pieces) * per_piece
         ]
-        checks = np.zeros((representation.layers, raw.blocks // per_piece, 16), np.uint8)
+        checks = np.zeros((representation.layers, blocks // per_piece, 16), np.uint8)
         checks[:, span.first : span.first + span.pieces] = self._checks[:, span.start : span.start + span.pieces]
         return ExtentHeader(self._prompt.digest, b"", tuple(keys), np.zeros(0, np.uint32), checks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count
 from threading import Condition, Thread
@@ -37,8 +38,8 @@ class Job(Protocol):
 
 
 class IOPool:
-    """`threads` daemon threads named after the tier. Safe from many threads; `close` twice is fine. `request_bytes`: what one
-    request brings at most."""
+    """Up to `threads` daemon threads named after the tier, each started when there is a job that no idle one takes. Safe from
+    many threads; `close` twice is fine. `request_bytes`: what one request brings at most."""
 
     def __init__(self, name: str, *, threads: int = 8, request_bytes: int = REQUEST_BYTES) -> None:
         if threads < 1:
@@ -53,9 +54,9 @@ class IOPool:
         self._closed = False
         self._warm_bytes = 0
         self._since: list[float | None] = [None] * threads  # when each thread's running job began
-        self._threads = [Thread(target=self._work, args=(n,), name=f"{name}-read-{n}", daemon=True) for n in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._idle = 0
+        self._threads: list[Thread] = []
+        self._start(1)  # where that is impossible it is said now; any further one is only missed
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs. After `close` they are abandoned at once."""
@@ -66,12 +67,18 @@ class IOPool:
                 for entry in entries:
                     heappush(self._queue, entry)
                 self._condition.notify(len(entries))
+                with suppress(RuntimeError):
+                    self._start(len(self._queue) - self._idle)
         if not accepted:
             self._abandon([job for _, _, job in entries])
 
     def warm(self) -> None:
-        """Let idle threads touch their staging memory now, so that the first load does not pay for that."""
+        """Start all threads, and let idle ones touch their staging memory now, so that the first load does not pay for that."""
         with self._condition:
+            if self._closed:
+                return
+            with suppress(RuntimeError):
+                self._start(self.threads)
             self._warm_bytes = 2 * REQUEST_BYTES  # a disk's request, and the edges of the OS pages that it begins and ends in
             self._condition.notify_all()
 
@@ -96,12 +103,21 @@ class IOPool:
             _log.warning("tier %r: %d read threads did not end within %.1f s and were left behind", self.name, stuck, timeout_s)
         return stuck
 
+    def _start(self, wanted: int) -> None:
+        """Start so many threads, as far as there are fewer than there may be. Raises RuntimeError where the system refuses."""
+        for number in range(len(self._threads), min(len(self._threads) + wanted, self.threads)):
+            thread = Thread(target=self._work, args=(number,), name=f"{self.name}-read-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
     def _work(self, number: int) -> None:
         staging = Staging(f"{self.name} staging")
         while True:
             with self._condition:
                 while not (self._queue or self._closed or staging.nbytes < self._warm_bytes):
+                    self._idle += 1
                     self._condition.wait()  # idle: bounded by close(), which every owner calls
+                    self._idle -= 1
                 if self._closed:
                     return
                 job = heappop(self._queue)[2] if self._queue else None

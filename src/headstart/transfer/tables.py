@@ -15,7 +15,7 @@ from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES
 from headstart.block.layout import ExtentLayout, HeaderSections, layout_of
 from headstart.block.representation import Representation
 from headstart.tier.arena import ALIGNMENT
-from headstart.tier.base import RawExtent
+from headstart.tier.base import RawExtents
 from headstart.transfer import native
 from headstart.transfer.buffers import flat
 from headstart.transfer.load import KVView, Load
@@ -108,26 +108,45 @@ def _model(representation: Representation, blocks: int, header_bytes: int) -> Mo
     return Model(np.frombuffer(bytes(model), np.uint8), sections)
 
 
-def expected(heads: Sequence[Head], plans: Sequence[Plan]) -> Table:
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Extents that are read in the same way, `wanted` pieces from `first` on of each: they differ only in where they start, in
+    their file and in what is loaded."""
+
+    plan: Plan
+    first: int
+    wanted: int
+    numbers: npt.NDArray[np.int64]  # in the order of the prompt
+    starts: npt.NDArray[np.int64]
+
+
+def alike(representation: Representation, raw: RawExtents, heads: Sequence[Head]) -> list[Alike]:
+    """Return the extents of a batch, those together that are read in the same way."""
+    groups: dict[tuple[int, int, int, int], list[int]] = {}
+    spans = [head.span for head in heads]
+    for number, (span, *shape) in enumerate(zip(spans, raw.blocks.tolist(), raw.header_bytes.tolist(), strict=True)):
+        groups.setdefault((*shape, span.first, span.pieces), []).append(number)
+    starts = np.array([span.start for span in spans], np.int64)
+    found = []
+    for (blocks, header_bytes, first, wanted), members in groups.items():
+        numbers = np.array(members, np.int64)
+        plan = plan_of(representation, blocks, header_bytes, first, wanted)
+        found.append(Alike(plan, first, wanted, numbers, starts[numbers]))
+    return found
+
+
+def expected(groups: Sequence[Alike]) -> Table:
     """Return what each extent's header must say. The models that it points to live as long as the plans."""
-    table = np.zeros(len(heads), native.EXTENT)
-    for plan, numbers in _alike(plans):
-        at = plan.model.sections
-        rows = np.zeros(len(numbers), native.EXTENT)
+    table = np.zeros(sum(len(group.numbers) for group in groups), native.EXTENT)
+    for group in groups:
+        plan, at = group.plan, group.plan.model.sections
+        rows = np.zeros(len(group.numbers), native.EXTENT)
         rows["model"] = 0 if plan.model.header is None else _address(plan.model.header)
         rows["layer_table"], rows["keys"], rows["tokens"], rows["checks"] = at.layer_table, at.keys, at.tokens, at.checks
-        rows["pieces"], rows["first"] = plan.layout.pieces, heads[numbers[0]].span.first
-        rows["wanted"], rows["start"] = heads[numbers[0]].span.pieces, [heads[number].span.start for number in numbers]
-        table[numbers] = rows
+        rows["pieces"], rows["first"], rows["wanted"] = plan.layout.pieces, group.first, group.wanted
+        rows["start"] = group.starts
+        table[group.numbers] = rows
     return table
-
-
-def _alike(plans: Sequence[Plan]) -> list[tuple[Plan, list[int]]]:
-    """Return each plan with the numbers of the extents that have it: they differ only in where they start."""
-    alike: dict[int, tuple[Plan, list[int]]] = {}
-    for number, plan in enumerate(plans):
-        alike.setdefault(id(plan), (plan, []))[1].append(number)
-    return list(alike.values())
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:
@@ -173,24 +192,22 @@ def _rows_of(array: npt.NDArray[np.uint8], pieces: int, nbytes: int) -> tuple[in
     return array.strides[0], rows, row_bytes, array.strides[1] if rows > 1 else row_bytes
 
 
-def lay_out(
-    heads: Sequence[Head], raws: Sequence[RawExtent], plans: Sequence[Plan], *, rest: bool, first_part: int
-) -> tuple[Table, Table, list[int]]:
+def lay_out(groups: Sequence[Alike], raw: RawExtents, *, rest: bool, first_part: int) -> tuple[Table, Table, list[int]]:
     """Return the requests for the heads, or with `rest` all others: layer after layer, each from the head of the prompt on;
     their parts, which are numbered from `first_part` on; and which of its extent's requests each of them is, -1 for a head.
 
-    Extents of one plan differ only in where they start, so that each plan's rows are there already, and are moved."""
+    Each plan's rows are there already, and are moved."""
     all_parts, all_requests, turns, which = [], [], [], []
-    for plan, numbers in _alike(plans):
+    for group in groups:
+        plan, numbers, starts = group.plan, group.numbers, group.starts[:, None]
         of_head = int(plan.asked["parts"][0])
         rows, parts = (plan.asked[1:], plan.parts[of_head:]) if rest else (plan.asked[:1], plan.parts[:of_head])
         moved, moved_parts = np.tile(rows, (len(numbers), 1)), np.tile(parts, (len(numbers), 1))
-        starts = np.array([heads[number].span.start for number in numbers])[:, None]
-        offsets = np.array([raws[number].offset for number in numbers])[:, None]
+        offsets = raw.offsets[numbers][:, None]
         moved_parts["offset"] += offsets
         moved_parts["start"] += starts
-        moved["descriptor"] = np.array([raws[number].descriptor for number in numbers])[:, None]
-        moved["extent"] = np.array(numbers)[:, None]
+        moved["descriptor"] = raw.descriptors[numbers][:, None]
+        moved["extent"] = numbers[:, None]
         moved["start"] += starts
         moved["first_part"] += first_part - of_head * rest + len(parts) * np.arange(len(numbers))[:, None]
         moved["offset"] += offsets

@@ -23,12 +23,15 @@ from headstart.errors import FormatMismatch
 from headstart.testing.fake_kv import OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
 from headstart.tier.disk import DiskTier
+from headstart.transfer import native
 
 CAPACITY = 24 << 20
-EXTENTS, PIECES, ROUNDS = 300, 3, 8
+EXTENTS, PIECES = 300, 3
+AGAIN = 6  # of what was lost in a round: asked for once more, and saved anew
 WRITERS, EACH = 12, 6
 open_it = partial(open_cache, capacity_bytes=CAPACITY)
 REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE, "stateful": STATEFUL}
+ROUNDS = {"tiny": 8, "uneven": 8, "paged": 6, "opaque": 6, "stateful": 4}  # 9,600 bits; some thousand more are below
 
 
 def choose(choice: random.Random, ranges: Sequence[Part]) -> Part:
@@ -85,7 +88,7 @@ def check_flipped(cache: PrefixCache, tier: DiskTier, flipped: dict[int, Part], 
     assert counters.get("load_failed_corrupt", 0) - before == len(bad)
     until(lambda: tier.statistics().counters.get("quarantined_corrupt", 0) - gone == len(bad))
     assert not any(there(tier, bad))
-    for kv in bad[:20]:  # not tried again
+    for kv in bad[:AGAIN]:  # not tried again
         loaded = load(cache, kv)
         assert (loaded.matched_tokens, loaded.usable_tokens) == (0, 0)
     assert cache.statistics().counters.get("load_failed_corrupt", 0) - before == len(bad)
@@ -111,31 +114,33 @@ def flips_at_rest(root: Path, representation: Representation, *, rounds: int, se
             flipped[numbers[key]] = part
         assert len(flipped) == EXTENTS
         cache, tier = open_it(kv_root, representation)
-        with cache:
+        with cache, pytest.MonkeyPatch.context() as patch:
+            if round_ % 2:
+                patch.setattr(native, "reader", lambda: None)  # both readers, in turn
             bad = check_flipped(cache, tier, flipped, kvs)
             assert bad
             assert tier.check() == []
-            for kv in bad[:20]:
+            for kv in bad[:AGAIN]:
                 assert save(cache, kv).stored_tokens == PIECES * representation.piece_tokens
                 assert load(cache, kv).usable_tokens == PIECES * representation.piece_tokens
         cache, tier = open_it(kv_root, representation)
         with cache:
-            assert there(tier, bad) == [True] * len(bad[:20]) + [False] * len(bad[20:])
-            assert all(hit_tokens(cache, kv) for kv in bad[:20])
+            assert there(tier, bad) == [True] * len(bad[:AGAIN]) + [False] * len(bad[AGAIN:])
+            assert all(hit_tokens(cache, kv) for kv in bad[:AGAIN])
             assert tier.check() == []
         shutil.rmtree(kv_root)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIONS)
 def test_a_bit_changed_at_rest_in_any_extent_is_never_served_and_costs_one_load(tmp_path: Path, name: str) -> None:
-    flips_at_rest(tmp_path, REPRESENTATIONS[name], rounds=ROUNDS // 2 if name == "stateful" else ROUNDS, seed=1)
+    flips_at_rest(tmp_path, REPRESENTATIONS[name], rounds=ROUNDS[name], seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", REPRESENTATIONS)
 def test_many_more_bits_changed_at_rest_are_never_served(tmp_path: Path, name: str, seed: int) -> None:
-    flips_at_rest(tmp_path, REPRESENTATIONS[name], rounds=4 * ROUNDS, seed=1000 + seed)
+    flips_at_rest(tmp_path, REPRESENTATIONS[name], rounds=4 * ROUNDS[name], seed=1000 + seed)
 
 
 def many_writers(root: Path) -> list[FakeKV]:

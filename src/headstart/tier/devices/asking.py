@@ -63,7 +63,7 @@ class Asking:
     def device_of(self, extent: ExtentId) -> tuple[Device | None, ExtentId]:
         serial = lane_of(extent)
         device = next((device for device in self.devices if device.serial == serial), None)
-        return device, ExtentId(extent & ((1 << _SERIAL_SHIFT) - 1))
+        return device, inner_of(extent)
 
     def by_device(self, extents: Sequence[ExtentId]) -> dict[Device, list[tuple[int, ExtentId]]]:
         """Return (place in `extents`, the device's own id) by device."""
@@ -146,6 +146,11 @@ class Asking:
 
 def lane_of(extent: ExtentId) -> int:
     return extent >> _SERIAL_SHIFT
+
+
+def inner_of(extent: ExtentId) -> ExtentId:
+    """Return the device's own id of an extent."""
+    return ExtentId(extent & ((1 << _SERIAL_SHIFT) - 1))
 
 
 def ids_of(device: Device, inner: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

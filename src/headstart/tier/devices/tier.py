@@ -31,14 +31,14 @@ from headstart.tier.base import (
     OnChange,
     Placement,
     Problem,
-    RawExtent,
+    RawExtents,
     ReadRange,
     Shape,
     Terms,
     TierStatistics,
     WriteOutcome,
 )
-from headstart.tier.devices.asking import Asking, ids_of, lane_of, named
+from headstart.tier.devices.asking import Asking, ids_of, inner_of, lane_of, named
 from headstart.tier.devices.device import Device
 from headstart.tier.devices.drain import Drain
 from headstart.tier.devices.listing import name_of
@@ -195,17 +195,17 @@ class DeviceTier:
             total += device.read(device.tier, read, inner)
         return total
 
-    def raw(self, extent: ExtentId) -> RawExtent | None:
-        device, inner = self._asking.device_of(extent)
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        device, _ = self._asking.device_of(extents[0])
         if self._closed or device is None or device.tier is None or not device.answers:
             return None
-        raw = device.tier.raw(inner)
+        raw = device.tier.raw([inner_of(extent) for extent in extents])
         if raw is None:
             return None
-        return replace(raw, extent=extent, file=_Raw(device, device.tier, raw, device.reading.begin(watched=False)))
+        return replace(raw, files=_Raw(device, device.tier, raw, device.reading.begin(watched=False)))
 
-    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
-        held = raw.file
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
+        held = raw.files
         assert isinstance(held, _Raw)
         held.device.reading.end(held.token, bytes_read)
         held.tier.let_go_raw(held.raw, bytes_read=bytes_read)
@@ -402,11 +402,11 @@ class DeviceTier:
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """What the tier keeps with an extent that is read straight from its file."""
+    """What the tier keeps with extents that are read straight from their files."""
 
     device: Device
     tier: DiskTier
-    raw: RawExtent
+    raw: RawExtents
     token: object
 
 

@@ -63,7 +63,7 @@ class Directory:
         self._features = features
         self.journals = root / "journals"
         self.segments = root / "segments"
-        self._shards = [self.segments / f"{shard:02x}" for shard in range(_SHARDS)]
+        self._shards: dict[int, Path] = {}  # as they are asked for: to make all of them takes as long as the rest of an opening
         self.rewritten = 0  # how often a marker that could not be read was written anew
         self._disk = disk
 
@@ -105,11 +105,11 @@ class Directory:
             self._require_readable(marker, path)
 
     def segment_path(self, name: SegmentName) -> Path:
-        return self._shards[name.sequence % _SHARDS] / name.file
+        return self._shard(name.sequence % _SHARDS) / name.file
 
     def segment_folders(self, names: Iterable[SegmentName]) -> set[Path]:
         """Return the folders that segments lie in; there may be a great many segments."""
-        return {self._shards[shard] for shard in {name.sequence % _SHARDS for name in names}}
+        return {self._shard(number) for number in {name.sequence % _SHARDS for name in names}}
 
     def journal_path(self, writer: bytes, generation: int) -> Path:
         return self.journals / f"{writer.hex()}-{generation:08x}.log"
@@ -186,6 +186,12 @@ class Directory:
                 if generation < GENERATIONS:
                     newest[writer] = max(generation, newest.get(writer, 0))
         return newest
+
+    def _shard(self, number: int) -> Path:
+        folder = self._shards.get(number)
+        if folder is None:
+            folder = self._shards[number] = self.segments / f"{number:02x}"
+        return folder
 
     def _list_segments(self, listing: Listing) -> None:
         for folder in self._disk.entries(self.segments):

@@ -55,10 +55,17 @@ class SegmentFiles:
                 return opened.handle
         return self._keep(segment.name, self._open_checked(segment))
 
-    def let_go(self, segment: Segment) -> None:
+    def hold_again(self, segment: Segment, times: int) -> bool:
+        """Hold a handle that is held `times` more, until as many `let_go`. False: the tier closes, and nothing is held."""
+        with self._changed:
+            if not self._closed:
+                self._open[segment.name].holds += times
+            return not self._closed
+
+    def let_go(self, segment: Segment, times: int = 1) -> None:
         with self._changed:
             opened = self._open[segment.name]
-            opened.holds -= 1
+            opened.holds -= times
             closing = []
             if not opened.holds:
                 self._changed.notify_all()

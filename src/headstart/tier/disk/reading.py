@@ -8,14 +8,17 @@ Nothing here writes to a file or takes a turn, so no reader waits for a disk tha
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+
+import numpy as np
 
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
-from headstart.tier.base import ExtentId, RawExtent, ReadRange
+from headstart.tier.base import ExtentId, RawExtents, ReadRange
 from headstart.tier.disk.door import Handle, RealDisk
 from headstart.tier.disk.pause import LOST
 from headstart.tier.disk.store import Store
@@ -68,40 +71,59 @@ class Reading:
         return leased
 
     def release(self, extents: Sequence[ExtentId]) -> None:
-        for extent in extents:
-            with self._leasing:
-                held = self._release(extent)
-            if held is not None:
-                self._store.files.let_go(held.segment)
+        ended: Counter[Segment] = Counter()
+        try:
+            for extent in extents:
+                with self._leasing:
+                    held = self._release(extent)
+                if held is not None:
+                    ended[held.segment] += 1
+        finally:
+            for segment, times in ended.items():
+                self._store.files.let_go(segment, times)
 
     def read(self, reads: Sequence[ReadRange]) -> int:
         total = sum(self._read(read) for read in reads)
         self._counters.add("bytes_read", total)
         return total
 
-    def raw(self, extent: ExtentId) -> RawExtent | None:
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
         store = self._store
         if not isinstance(store.disk, RealDisk):
             return None
         with store.lock:
-            row = store.books.row(extent)
-            if row is None:
-                return None
-            segment, offset, _ = store.books.place(row)
-            shape = store.books.shape(row)
-        try:
-            handle = store.files.hold(segment)
-        except (StoreError, OSError):
-            return None  # `read` meets it too, counts it and draws the consequences
-        descriptor = store.disk.direct_descriptor(handle)
-        if descriptor is None:
-            store.files.let_go(segment)
+            places = store.books.places(extents)
+        if places is None:
             return None
-        return RawExtent(extent, descriptor, offset, shape.extent_bytes, shape.header_bytes, shape.blocks, segment)
+        held: list[Segment] = []
+        descriptors: list[int] = []
+        try:
+            for segment in places.segments:
+                handle = store.files.hold(segment)
+                held.append(segment)
+                descriptor = store.disk.direct_descriptor(handle)
+                if descriptor is None:
+                    break
+                descriptors.append(descriptor)
+            else:
+                return RawExtents(
+                    np.array(descriptors, np.int64)[places.segment],
+                    places.offsets,
+                    places.extent_bytes,
+                    places.header_bytes,
+                    places.blocks,
+                    held,
+                )
+        except (StoreError, OSError):
+            pass  # `read` meets it too, counts it and draws the consequences
+        for segment in held:
+            store.files.let_go(segment)
+        return None
 
-    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
-        assert isinstance(raw.file, Segment)
-        self._store.files.let_go(raw.file)
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
+        assert isinstance(raw.files, list)
+        for segment in raw.files:
+            self._store.files.let_go(segment)
         self._counters.add("bytes_read", bytes_read)
 
     def close(self) -> None:
@@ -134,22 +156,28 @@ class Reading:
                     books.set_leases(row, held.count)
                     leased[at] = True
             # They count as leased already: the evictor of this process locks by the same handle, and leaves them alone.
-            refused = {extent for extent, held in first.items() if not self._lock(held)}
+            refused = self._lock(first)
             for extent in refused:
                 del self._held[extent]
                 self._count(extent, 0)
         return [ok and extent not in refused for ok, extent in zip(leased, extents, strict=True)] if refused else leased
 
-    def _lock(self, held: _Held) -> bool:
-        """Hold an extent's file, and its bytes against other processes. False: somebody is removing it, or the tier closes."""
-        try:
-            self._store.files.hold(held.segment)  # until its last lease ends
-        except (OSError, StoreError):
-            return False
-        if self._lock_range(held.handle, held.offset, held.nbytes):
-            return True
-        self._store.files.let_go(held.segment)
-        return False
+    def _lock(self, wanted: Mapping[ExtentId, _Held]) -> set[ExtentId]:
+        """Hold the files of extents until the last lease of each ends, and their bytes against other processes. Returns those
+        that somebody is removing; all, when the tier closes."""
+        refused = set()
+        locked: dict[Segment, list[ExtentId]] = {}
+        for extent, held in wanted.items():
+            if self._lock_range(held.handle, held.offset, held.nbytes):
+                locked.setdefault(held.segment, []).append(extent)
+            else:
+                refused.add(extent)
+        for segment, extents in locked.items():
+            if not self._store.files.hold_again(segment, len(extents)):
+                for extent in extents:
+                    self._unlock(wanted[extent])
+                refused |= set(extents)
+        return refused
 
     def _count(self, extent: ExtentId, leases: int) -> None:
         """Tell the books how many leases an extent has, unless it is gone or being removed."""

@@ -71,6 +71,18 @@ class Segment:
         return max(0, self.allocated_bytes - self.header_bytes - self.live_bytes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where extents lie and how large they are, in columns. `segment`: the place of each extent's own in `segments`."""
+
+    segments: list[Segment]
+    segment: npt.NDArray[np.intp]
+    offsets: npt.NDArray[np.int64]
+    extent_bytes: npt.NDArray[np.int64]
+    header_bytes: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Living extents in columns: ids, numbers of their segments, use counters, sizes, whether this process leases them, until
@@ -161,6 +173,20 @@ class ExtentTable:
     def place(self, row: int) -> tuple[Segment, int, int]:
         """Return (segment, offset, extent_bytes)."""
         return self.segment_of(row), self._offset.item(row), self._extent_bytes.item(row)
+
+    def places(self, extents: Sequence[ExtentId]) -> Places | None:
+        """As `place` and `shape` for many extents at once; None where one of them is gone."""
+        rows = np.array(self.rows(extents), np.int64)
+        if (rows < 0).any():
+            return None
+        numbers, segment = np.unique(self._segment[rows], return_inverse=True)
+        segments = [self._numbered[number] for number in numbers.tolist()]
+        blocks = np.zeros(len(rows), np.int64)
+        for representation in dict.fromkeys(one.representation for one in segments):
+            mine = np.array([one.representation == representation for one in segments])[segment]
+            blocks[mine] = self._index(representation).counts(rows[mine])
+        sizes = self._extent_bytes[rows], self._header_bytes[rows].astype(np.int64)
+        return Places(segments, segment, self._offset[rows], *sizes, blocks)
 
     def segment_of(self, row: int) -> Segment:
         return self._numbered[self._segment.item(row)]

@@ -28,7 +28,7 @@ from headstart.tier.base import (
     OnChange,
     Placement,
     Problem,
-    RawExtent,
+    RawExtents,
     ReadRange,
     Shape,
     Terms,
@@ -193,10 +193,10 @@ class DiskTier:
         self._require_open()
         return self._reading.read(reads)
 
-    def raw(self, extent: ExtentId) -> RawExtent | None:
-        return None if self._closed else self._reading.raw(extent)
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        return None if self._closed else self._reading.raw(extents)
 
-    def let_go_raw(self, raw: RawExtent, *, bytes_read: int) -> None:
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
         self._reading.let_go_raw(raw, bytes_read=bytes_read)
 
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
