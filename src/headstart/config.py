@@ -10,6 +10,7 @@ Later wins: defaults, file, environment, flags. Unknown keys are refused with th
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import shlex
@@ -522,6 +523,17 @@ def parse_words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"a quotation mark is not closed ({error})", text=text) from error
+
+
+def made_by(file: Path) -> str:
+    """Return the command that writes a secret into `file` which nobody else can read."""
+    return f"(umask 077; openssl rand -hex 32 > {file})"
+
+
+def warn_of_readers(file: Path) -> None:
+    """Log a warning where other users may read the secret in `file`. It is no error: what mounts secrets makes them so."""
+    if file.stat().st_mode & 0o077:
+        logging.getLogger("headstart").warning("%s can be read by other users of this machine; chmod 600 %s", file, file)
 
 
 def prefer_sleeping_threads() -> None:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from api.serving import listening
+from gguf_fixtures import make_gguf
 from headstart.api.accounts import Accounts
 from headstart.api.asked import AskedPrompts
 from headstart.api.generation import Generation
@@ -180,6 +181,12 @@ def test_many_clients_that_leave_when_they_like_leave_nothing_behind(
     storm = weathered(tmp_path, tiny_model_folder("llama"), rounds=2)
     assert sum(storm.ended.values()) == 2 * CLIENTS
     assert storm.ended["length"] + storm.ended["stop"] > 0
+    assert storm.ended["left"] > 0
+
+
+def test_the_usage_log_is_what_libllama_counted_too(tmp_path: Path) -> None:
+    storm = weathered(tmp_path, make_gguf(tmp_path / "tiny.gguf"), rounds=1)
+    assert sum(storm.ended.values()) == CLIENTS
     assert storm.ended["left"] > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli.cache_kit import Run, family
-from headstart.cli.cache.devices import devices
+from headstart.cli.cache.commands import devices
 from headstart.errors import NotThere, TierUnavailable
 from headstart.tier.devices import DeviceTier
 from headstart.tier.disk import DiskTier

@@ -74,7 +74,7 @@ def test_serve_takes_its_model_as_a_flag_too(capsys: pytest.CaptureFixture[str],
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
-    monkeypatch.setattr("headstart.cli.run.open_model", None)
+    monkeypatch.setattr("headstart.cli.opening.open_model", None)
     code, said = fails(capsys, "run", prompt)
     assert (code, "the prompt is empty" in said) == (2, True)
 
@@ -107,7 +107,7 @@ def test_a_missing_extra_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setattr(
-        "headstart.cli.run.open_model", lambda config, on_progress: open_engine(tmp_path, config, on_progress=on_progress)
+        "headstart.cli.opening.open_model", lambda config, on_progress: open_engine(tmp_path, config, on_progress=on_progress)
     )
     code, said = fails(capsys, "run", "hi")
     assert code == 3

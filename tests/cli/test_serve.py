@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headstart.api.keys import append_key, make_key
-from headstart.cli import run_cli, serve
-from headstart.cli.serve import accounts_of, bound, url_of
+from headstart.cli import run_cli, serving
+from headstart.cli.serving import accounts_of, bound, url_of
 from headstart.config import Config, ServerConfig, load_config
 from headstart.errors import ConfigError, UsageLogFailed
 
@@ -75,16 +75,16 @@ def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPat
             threading.Event().wait(0.01)
 
     with bound(ServerConfig(port=0)) as listener:
-        server = serve._Server(Config(server=ServerConfig(usage_keep="0")), listener)
+        server = serving._Server(Config(server=ServerConfig(usage_keep="0")), listener)
 
-        def signalled_first(serving: Coroutine[Any, Any, None]) -> None:
+        def signalled_first(answering: Coroutine[Any, Any, None]) -> None:
             signal.raise_signal(signal.SIGTERM)
             told.append(server.should_exit)
             server.should_exit = True
-            run(serving)
+            run(answering)
 
-        monkeypatch.setattr(serve, "open_model", loading)
-        monkeypatch.setattr(serve.asyncio, "run", signalled_first)
+        monkeypatch.setattr(serving, "open_model", loading)
+        monkeypatch.setattr(serving.asyncio, "run", signalled_first)
         try:
             assert server.run_until_stopped() == 0
         finally:
@@ -96,7 +96,7 @@ def test_a_signal_before_the_loop_runs_is_not_lost(monkeypatch: pytest.MonkeyPat
 def test_a_request_that_was_cut_while_going_down_is_no_bug_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("uvicorn.error")
     with bound(ServerConfig(port=0)) as listener:
-        server = serve._Server(Config(server=ServerConfig(usage_keep="0")), listener)
+        server = serving._Server(Config(server=ServerConfig(usage_keep="0")), listener)
     log.addFilter(server._is_worth_a_line)
     try:
         log.error("a bug before", exc_info=asyncio.CancelledError())

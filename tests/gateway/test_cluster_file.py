@@ -141,6 +141,8 @@ def test_where_no_cluster_runs_that_is_said(command: str, tmp_path: Path, capsys
     assert "start one with headstart up" in capsys.readouterr().err
     assert run_cli([command, "--router", "http://127.0.0.1:9"]) == 4
     assert "no router answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert run_cli([command, "--router", "127.0.0.1:9"]) == 2
+    assert "--router '127.0.0.1:9' is no address; write it as in --router http://" in capsys.readouterr().err
 
 
 def test_down_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headstart.config import parse_rules
 from headstart.errors import ConfigError
-from headstart.render.canonical import RULES, canonical
+from headstart.render.canonical import RULES, canonical, lacks_reasoning
 
 SYSTEM = "You are an agent.\nx-anthropic-billing-header: is a header.\n"
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch={};"
@@ -87,17 +87,17 @@ def test_text_parts_are_the_string_that_they_make_and_other_parts_stay() -> None
 
 
 def test_reasoning_is_put_back_only_where_the_client_left_it_out() -> None:
-    def recall(at: int, message: Any) -> str | None:
-        return "Hm." if message["content"] == "Yes." else None
-
     messages = [
-        {"role": "assistant", "content": text, **more}
-        for text, more in [("Yes.", {}), ("No.", {}), ("Yes.", {"reasoning": ""})]
+        {"role": "user", "content": "Well?"},
+        *({"role": "assistant", "content": "Yes.", **more} for more in ({}, {"reasoning": ""}, {"thinking": None})),
     ]
-    made = canonical(messages, None, RULES, recall=recall)
-    assert [message.get("reasoning_content") for message in made.messages] == ["Hm.", None, None]
-    assert made.restored == (0,)
-    assert canonical(messages, None, ["text-parts"], recall=recall).messages == messages
+    assert [lacks_reasoning(message) for message in messages] == [False, True, False, True]
+    made = canonical(messages, None, RULES)
+    assert made.with_reasoning({}) == made
+    whole = made.with_reasoning({1: "Hm."})
+    assert [message.get("reasoning_content") for message in whole.messages] == [None, "Hm.", None, None]
+    assert (made.acted, whole.acted) == (frozenset(), {"reasoning"})
+    assert made.messages == messages
 
 
 def test_with_every_rule_off_nothing_is_changed() -> None:

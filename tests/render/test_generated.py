@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.render.answers import Call
-from headstart.render.generated import Answers, Generated, digest_of, splice, stands_in
+from headstart.render.generated import Answers, Generated, digest_of, splice, standing
 
 RULES = ("tool-arguments", "generated-tokens")
 PROMPT = "<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
@@ -25,6 +25,10 @@ def _answer(text: str = WROTE, prompt: str = PROMPT, **said: Any) -> Generated:
 def _message(arguments: Any = '{"how": "é", "at": 1}', **more: Any) -> dict[str, Any]:
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def _like(answers: Answers, message: dict[str, Any], *, owner: str = "acme") -> int:
+    return len(answers.like([message], owner=owner).get(0, ()))
 
 
 def _spliced(text: str, *answers: Generated, rules: tuple[str, ...] = RULES) -> list[Any]:
@@ -66,27 +70,28 @@ def test_several_answers_stand_in_one_text_and_the_text_is_all_there() -> None:
     text = second + "It is seen." + REST
     answers = [_answer("It is  seen.", second, content="It is  seen."), _answer(calls=(CALL,))]
     assert _spliced(text, *answers) == [PROMPT, [7, 8, 9], REST + "<|im_start|>assistant\n", [7, 8, 9], REST]
-    assert stands_in(text, answers[0])
-    assert not stands_in(PROMPT, answers[0])
+    assert standing(text, answers) == {answers[0].prompt_digest, answers[1].prompt_digest}
+    assert standing(second, answers) == {answers[1].prompt_digest}
 
 
 def test_an_answer_is_found_by_the_id_of_its_call_where_the_json_is_equal() -> None:
     answers = Answers()
     answers.keep(_answer(calls=(CALL,)), owner="acme")
     for arguments in ('{"how": "\\u00e9", "at": 1.0}', {"how": "é", "at": 1}, CALL.arguments):
-        assert len(answers.like(_message(arguments), owner="acme")) == 1
+        assert _like(answers, _message(arguments)) == 1
     for wrong in ('{"at": true, "how": "é"}', '{"at": 1}', "{", None, 7):
-        assert answers.like(_message(wrong), owner="acme") == ()
-    assert answers.like(_message(content="And?"), owner="acme") == ()
-    assert answers.like(_message(tool_calls=[]), owner="acme") == ()
-    assert answers.like(_message(), owner="beta") == ()
+        assert _like(answers, _message(wrong)) == 0
+    assert _like(answers, _message(content="And?")) == 0
+    assert _like(answers, _message(tool_calls=[])) == 0
+    assert _like(answers, _message(), owner="beta") == 0
+    assert list(answers.like([{"role": "user"}, _message(), 7, _message()], owner="acme")) == [1, 3]
 
 
 def test_answers_with_the_same_text_to_different_prompts_are_kept_apart_and_few() -> None:
     answers = Answers()
     for number in range(30):
         answers.keep(_answer("Yes.", PROMPT + str(number), content="Yes.", reasoning=f"{number}"), owner="")
-    found = answers.like({"role": "assistant", "content": " Yes. "}, owner="")
+    found = answers.like([{"role": "assistant", "content": " Yes. "}], owner="")[0]
     assert [one.reasoning for one in found] == [str(number) for number in range(29, 21, -1)]
 
 
@@ -95,7 +100,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(100):
         answers.keep(_answer("x" * 100, content=f"{number}"), owner=str(number % 3))
     assert answers._kept.nbytes <= 20_000
-    assert answers.like({"role": "assistant", "content": "99"}, owner="0")
+    assert _like(answers, {"role": "assistant", "content": "99"}, owner="0")
     answers.keep(_answer("x" * 100_000, content="large"), owner="0")
     assert answers._kept.nbytes <= 20_000
 
@@ -108,4 +113,4 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_what_is_no_message_is_like_nothing(message: dict[str, Any]) -> None:
     answers = Answers()
     answers.keep(_answer(calls=(CALL,)), owner="")
-    assert answers.like(message, owner="") == ()
+    assert _like(answers, message, owner="") == 0

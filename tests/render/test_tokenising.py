@@ -129,10 +129,14 @@ def _turns(count: int) -> str:
 
 
 def test_the_next_turn_tokenises_only_what_is_new(renderer: Renderer) -> None:
+    begin = "<|im_start|>assistant\n"
     tokeniser, backend = _watched(renderer)
-    tokeniser.ids(_turns(100))
+    tokeniser.ids(_turns(100) + begin)
     before = backend.characters
-    assert tokeniser.ids(_turns(101)) == _whole(renderer._backend, _turns(101))
+    assert tokeniser.ids(_turns(101) + begin) == _whole(renderer._backend, _turns(101) + begin)
+    assert backend.characters - before == len(_turns(101)) - len(_turns(100))
+    before = backend.characters
+    tokeniser.ids(_turns(101))  # what stands last here is a part of its own, so the turn before it is one without its end
     assert backend.characters - before <= len(_turns(1)) + 20
 
 

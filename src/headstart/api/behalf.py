@@ -16,6 +16,7 @@ import msgspec
 from headstart.api.errors import WrongKey
 from headstart.api.keyring import Caller
 from headstart.api.keys import Key
+from headstart.config import made_by, warn_of_readers
 from headstart.errors import KeysUnreadable
 
 HEADER = "x-headstart-caller"
@@ -27,15 +28,15 @@ def read_secret(file: Path) -> str:
     """Return the secret in a file. Raises KeysUnreadable, also for one that could be guessed."""
     try:
         text = file.expanduser().read_text(encoding="utf-8").strip()
+        warn_of_readers(file.expanduser())
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise KeysUnreadable(
-            f"the router's key in {file} cannot be read: {why}; make one: openssl rand -hex 32 > {file}", path=file
+            f"the router's key in {file} cannot be read: {why}; make one: {made_by(file)}", path=file
         ) from error
     if len(text) < _LEAST_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
         raise KeysUnreadable(
-            f"{file} holds no key of at least {_LEAST_CHARACTERS} letters and digits on one line; make one: "
-            f"openssl rand -hex 32 > {file}",
+            f"{file} holds no key of at least {_LEAST_CHARACTERS} letters and digits on one line; make one: {made_by(file)}",
             path=file,
         )
     return text

@@ -17,8 +17,8 @@ from typing import Any
 from headstart.api.ask import Ask
 from headstart.api.caching import has_breakpoint
 from headstart.api.served import Served
-from headstart.render.canonical import RULES, Canonical, canonical
-from headstart.render.generated import Answers, Generated, splice, stands_in
+from headstart.render.canonical import RULES, Canonical, canonical, lacks_reasoning
+from headstart.render.generated import Answers, Generated, splice, standing
 
 _OF_GENERATED = {"reasoning", "tool-arguments", "generated-tokens"}
 
@@ -75,27 +75,25 @@ class Prompting:
         assert ask.messages is not None
         owner = _owner(ask)
         messages = _marked(ask.messages, mark) if mark else ask.messages
-        known: dict[int, tuple[Generated, ...]] = {}
-        wrong: set[int] = set()
-
-        def recall(at: int, message: Mapping[str, Any]) -> str | None:
-            known[at] = self._answers.like(message, owner=owner)
-            return None if at in wrong else next((one.reasoning for one in known[at] if one.reasoning), None)
-
+        made = canonical(messages, ask.tools, self._rules)
+        known = self._answers.like(made.messages, owner=owner) if self._rules & _OF_GENERATED else {}
+        generated = [one for some in known.values() for one in some]
+        reasoning: dict[int, str] = {}
+        if "reasoning" in self._rules:
+            for at, some in known.items():
+                said = next((one.reasoning for one in some if one.reasoning), None)
+                if said is not None and lacks_reasoning(made.messages[at]):
+                    reasoning[at] = said
         while True:
-            made = canonical(messages, ask.tools, self._rules, recall=recall)
+            whole = made.with_reasoning(reasoning)
             text = served.renderer.write(
-                made.messages, tools=made.tools, arguments=ask.template, join_parts="text-parts" in self._rules
+                whole.messages, tools=whole.tools, arguments=ask.template, join_parts="text-parts" in self._rules
             )
-            fails = {at for at in made.restored if not any(stands_in(text, one) for one in known[at])}
-            if not fails:
-                break
-            wrong |= fails
-        if self._rules & {"tool-arguments", "generated-tokens"}:
-            for at, message in enumerate(made.messages):
-                if at not in known:
-                    known[at] = self._answers.like(message, owner=owner)
-        return made, text, [one for some in known.values() for one in some]
+            begins = standing(text, generated) if reasoning else frozenset()
+            right = {at for at in reasoning if any(one.prompt_digest in begins for one in known[at])}
+            if len(right) == len(reasoning):
+                return whole, text, generated
+            reasoning = {at: said for at, said in reasoning.items() if at in right}
 
     def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int]) -> int:
         """Return how many tokens lie before the last breakpoint; none where there is none."""

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
+from headstart.cache.asked import capacities_of, write_budget_bytes
 from headstart.cache.prefix_cache import MATCH_TIMEOUT_S, PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
 from headstart.errors import HeadstartError, StoreError
 from headstart.events import Publisher
-from headstart.policy.placement import Room, split_evenly, split_total
 from headstart.policy.retention import Retention
 from headstart.policy.rule_text import parse_rules
 from headstart.tier.base import Tier
 from headstart.tier.devices import DeviceTier
-from headstart.tier.devices.rooms import room_of, rooms_of
+from headstart.tier.devices.rooms import room_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.lookup_thread import Late, ask_apart
 from headstart.tier.memory import MemoryTier
@@ -215,34 +215,6 @@ def memory_to_come(config: CacheConfig) -> int:
         return 0
     node_bytes = parse_size(config.node_memory)
     return bytes_to_come(config.node_path, node_bytes) if node_bytes else parse_size(config.memory)
-
-
-def tier_names(config: CacheConfig) -> tuple[str, ...]:
-    """Return which tiers a configuration asks for, fastest first."""
-    if not config.enabled:
-        return ()
-    asked = {
-        "memory": parse_size(config.memory) > 0 or parse_size(config.node_memory) > 0,
-        "disk": parse_size(config.capacity, of_bytes=ANY_DISK_BYTES) > 0,
-        "pool": config.pool is not None,
-        "object": bool(config.object_store),
-    }
-    return tuple(name for name, wanted in asked.items() if wanted)
-
-
-def capacities_of(config: CacheConfig, rooms: Sequence[Room]) -> list[int]:
-    """Return what each directory may hold by configuration, given the file systems that they lie on."""
-    if config.capacity.strip().endswith("%"):
-        return [parse_size(config.capacity, of_bytes=nbytes) for nbytes in split_evenly(rooms, 1.0)]
-    return split_total(rooms, parse_size(config.capacity))
-
-
-def write_budget_bytes(config: CacheConfig, directories: Sequence[Path]) -> int | None:
-    """Return what may be written a day; None for any amount, and where no file system says how large it is."""
-    if config.write_budget == "unlimited":
-        return None
-    sizes = {room.device: room.total_bytes for room in rooms_of(directories) if room is not None}
-    return parse_size(config.write_budget, of_bytes=sum(sizes.values())) or None
 
 
 def _size(nbytes: int) -> str:

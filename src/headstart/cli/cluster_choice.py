@@ -13,12 +13,13 @@ def folder_of(file: Path | None) -> Path:
 
 
 def router_of(file: Path | None, router: str | None) -> str:
-    """Return the address of the cluster's router. Raises NotThere where there is none."""
+    """Return the address of the cluster's router. Raises NotThere where there is none, ConfigError for what is no address."""
+    from headstart.cli.asking import require_address
     from headstart.errors import NotThere
     from headstart.gateway.cluster import read_state
 
     if router is not None:
-        return router
+        return require_address(router, "--router")
     folder = folder_of(file)
     state = read_state(folder)
     if not state.router:

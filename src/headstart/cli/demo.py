@@ -26,20 +26,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from headstart.cli.demo_probe import Probed, ProbeRequest
 from headstart.cli.demo_stock import StockRequest, StockTimes
 from headstart.cli.server_process import Answer, ServerProcess
 from headstart.config import load_config
-from headstart.engine.models import resolve_model
 from headstart.errors import HeadstartError
 from headstart.tier import page_cache
-from headstart.tier.arena import Arena
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PROMPT_FOLDER = Path(__file__).parent / "agent_prompt"
 MAX_TOKENS = 32
@@ -179,6 +179,8 @@ def run_demo(model: str, *, rounds: int, folder: Path, say: Callable[[str], None
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of a table")
 def demo(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
     """Compute a long prompt once, kill the server, and answer its successor's first request from disk."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     start = time.monotonic()
 
@@ -204,6 +206,8 @@ def demo(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
 
 
 def _table(result: DemoResult) -> Table:
+    from rich.table import Table
+
     table = Table(title="a prompt is computed once", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -271,6 +275,8 @@ def _wait_until_saved(server: ServerProcess, timeout_s: float = 60.0) -> None:
 
 def _read_alone(paths: list[Path], nbytes: int, *, threads: int = 8, request_bytes: int = 2 << 20) -> float:
     """Seconds to read `nbytes` of the files with O_DIRECT into huge-page buffers, computing nothing. Median of three."""
+    from headstart.tier.arena import Arena
+
     jobs: list[tuple[int, int]] = []  # (file, offset)
     arena = Arena(threads * request_bytes, name="demo")
     arena.touch(arena.capacity_bytes)
@@ -330,6 +336,8 @@ def stock_times(checkpoint: Path, *, asked: Sequence[tuple[str, int]]) -> StockT
 
 def _checkpoint(model: str) -> Path | None:
     """Return the folder that transformers loads the model from; None for a GGUF."""
+    from headstart.engine.models import resolve_model
+
     found = resolve_model(model, load_config().models_directory, on_progress=lambda *_: None)
     return None if found.is_gguf else found.path
 

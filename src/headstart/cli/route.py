@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headstart")
 
+_OF_ENGINES = ("max_waiting", "strict_models", "answers", "keep_prompts", "role")  # settings of servers that have one
 DRAIN_S = 30.0  # running requests may end in this time after SIGTERM; then they are cut
 
 
 @click.command()
 @click.option("--worker", "named", multiple=True, metavar="URL", help="a worker's address, again for more; see route.addresses")
 @click.option("--pool", type=click.Path(path_type=Path), help="the pool that the workers share: what it has is known then")
-@config_options("server", "route")
+@config_options("server", "route", without=[f"server.{name}" for name in _OF_ENGINES])
 def route(named: tuple[str, ...], pool: Path | None, config_file: Path | None, **flags: Any) -> int:
     """Route requests to workers: servers of ours, vLLM, SGLang, or whatever else speaks OpenAI's API. Each goes to the one that
     will answer it soonest, by what it holds, its queue and its speed; a worker that fails is taken out, and what it had not
     begun to answer is sent to another. GET /router/workers tells how they are."""
-    from headstart.cli.serve import bound
+    from headstart.cli.serving import bound
     from headstart.errors import ConfigError
     from headstart.gateway.worker import Address
 
@@ -61,7 +62,7 @@ async def _run(config: Config, addresses: list[Address], listener: socket.socket
     from headstart.api.behalf import read_secret
     from headstart.api.connections import connection_type
     from headstart.cli import INTERRUPTED
-    from headstart.cli.serve import KEEP_ALIVE_S, accounts_of, url_of
+    from headstart.cli.serving import KEEP_ALIVE_S, accounts_of, url_of
     from headstart.config import parse_aliases
     from headstart.gateway.app import build_app
     from headstart.gateway.fleet import Fleet

@@ -6,18 +6,18 @@ import json
 import queue
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.api.served import Served
-from headstart.cli.opening import open_model
 from headstart.cli.progress import shown_progress
 from headstart.cli.settings import chosen_config, config_options
 from headstart.config import prefer_sleeping_threads
-from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
 from headstart.errors import HeadstartError
-from headstart.render import TextStream
+
+if TYPE_CHECKING:
+    from headstart.api.served import Served
+    from headstart.engine.base import GenerationRequest, Receipt, TokenEvent
 
 EVENT_WAIT_S = 3600.0  # one step of a model may take long on a small machine, but not this long
 
@@ -43,6 +43,8 @@ def run(
     """Answer PROMPT ("-" reads it from standard input)."""
     config = chosen_config(config_file, flags)
     prefer_sleeping_threads()
+    from headstart.cli.opening import open_model
+
     messages = [{"role": "system", "content": system}] if system else []
     question = sys.stdin.read() if prompt == "-" else prompt
     if not question.strip():
@@ -71,6 +73,8 @@ def run(
 
 def _answer(model: Served, request: GenerationRequest, *, show: bool) -> tuple[str, TokenEvent]:
     """Return the whole text, shown as it comes if wanted, and the last event."""
+    from headstart.render import TextStream
+
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     model.engine.submit(request, events.put)
     stream = TextStream(model.renderer)

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-
 from headstart.errors import HeadstartError
 
 
@@ -39,6 +37,8 @@ class ServerProcess:
         self._log = log
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        import httpx
+
         # One client, made before anything is timed: making one reads certificates for longer than a small request takes.
         self._client = httpx.Client(timeout=900.0, trust_env=False)
         self.url = ""
@@ -83,6 +83,8 @@ class ServerProcess:
         return ""
 
     def _healthy(self, on_progress: Callable[[str], None]) -> bool:
+        import httpx
+
         try:
             health = self._client.get(f"{self.url}/health", timeout=5.0)
         except httpx.TransportError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,9 @@ from headstart.errors import ConfigError
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def config_options(*sections: str, without: str | None = None) -> Callable[[Command], Command]:
+def config_options(*sections: str, without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Add --config and the flags of the given sections ("" for keys without one). `chosen_config` reads them back."""
-    wanted = [setting for key, setting in settings().items() if key.rpartition(".")[0] in sections and key != without]
+    wanted = [setting for key, setting in settings().items() if key.rpartition(".")[0] in sections and key not in without]
 
     def add(command: Command) -> Command:
         for setting in reversed(wanted):

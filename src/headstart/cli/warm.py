@@ -12,6 +12,7 @@ from typing import Any
 import click
 import httpx
 
+from headstart.cli.asking import require_address
 from headstart.cli.progress import shown_progress
 from headstart.errors import NoServer, RequestError
 
@@ -45,6 +46,7 @@ def warm(files: tuple[str, ...], url: str, api_key: str | None, ttl: str | None,
     """Have a running server compute the prompts in FILEs and keep them, without an answer. A file is a request's JSON body
     (chat completions, completions, responses or messages), JSON lines of such bodies, or a text; - is standard input. Exit
     code 1 if any failed."""
+    require_address(url, "--url")
     bodies = [named for file in files for named in _bodies(file)]
     headers = {"x-headstart-retention": retention} if retention else {}
     if api_key:

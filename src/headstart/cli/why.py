@@ -13,23 +13,23 @@ from headstart.cli.asking import URL, asked_of, decision_of
 
 @click.command()
 @click.argument("request")
-@click.option("--url", default=URL, show_default=True, help="where the server listens, or the router")
+@click.option("--url", default=URL, show_default=True, help="where the server listens")
 @click.option(
     "--api-key", envvar="HEADSTART_API_KEY", help="a key of the tenant whose request it was; with --router an operator's"
 )
-@click.option("--router", is_flag=True, help="what listens there is a router: tell which worker got the request, and why")
+@click.option("--router", metavar="URL", help="ask this router instead: which worker got the request, and why")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-def why(request: str, url: str, api_key: str | None, router: bool, as_json: bool) -> None:
+def why(request: str, url: str, api_key: str | None, router: str | None, as_json: bool) -> None:
     """Tell what a running server reused of REQUEST, the id of an answer, from which tier, and what it did not reuse and why:
     against the nearest earlier prompt of the same tenant. To the token where the server keeps token ids
     (server.keep_prompts), else to the block."""
     from headstart.diagnose.why_show import why_lines
 
-    told = decision_of(url, api_key, request) if router else asked_of(url, api_key, request, "why")
+    told = asked_of(url, api_key, request, "why") if router is None else decision_of(router, api_key, request)
     if as_json:
         click.echo(json.dumps(told))
         return
-    for line in _decision_lines(told) if router else why_lines(told):
+    for line in why_lines(told) if router is None else _decision_lines(told):
         click.echo(line)
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
-from headstart.cache.open import capacities_of, open_cache, write_budget_bytes
+from headstart.cache.asked import capacities_of, write_budget_bytes
+from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig
 from headstart.policy.admission import DAY_S, keeps_new

@@ -16,7 +16,7 @@ The last three need what was generated: `generated`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,39 +26,37 @@ RULES = CANONICAL_RULES
 _REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))  # what templates read, and clients write
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 _MARKS = frozenset(MARKS)
+_UNTOUCHED = frozenset(("role", "content", "name", "tool_call_id"))  # no rule is about these, where the content is a string
 
 # Pairs up to their last semicolon, as what follows may stand on the same line; else the line.
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:(?:[ \t]*[\w.-]+=[^;\n]*;)+|[^\n]*)[ \t]*\n?")
 
-Recall = Callable[[int, Mapping[str, Any]], str | None]
-
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """Messages and tools as they are rendered. `acted`: the names of rules that changed something. `restored`: the numbers of
-    messages whose reasoning was put back."""
+    """Messages and tools as they are rendered. `acted`: the names of rules that changed something."""
 
     messages: list[Any]
     tools: list[Any] | None
     acted: frozenset[str]
-    restored: tuple[int, ...] = ()
+
+    def with_reasoning(self, known: Mapping[int, str]) -> Canonical:
+        """Return this with reasoning put back, by the numbers of messages."""
+        if not known:
+            return self
+        messages = list(self.messages)
+        for at, reasoning in known.items():
+            messages[at] = {**messages[at], "reasoning_content": reasoning}
+        return Canonical(messages, self.tools, self.acted | {"reasoning"})
 
 
-def canonical(
-    messages: Sequence[Any],
-    tools: Sequence[Any] | None,
-    rules: Collection[str],
-    *,
-    recall: Recall = lambda at, message: None,
-) -> Canonical:
-    """Return what `rules` make of a request's messages and tools, which are left as they are and may be anything: what is no
-    message is for whoever renders it to refuse. `recall` gives the reasoning of an assistant's message, by its number, where it
-    is known."""
+def canonical(messages: Sequence[Any], tools: Sequence[Any] | None, rules: Collection[str]) -> Canonical:
+    """Return what `rules` make of a request's messages and tools, as far as that needs nothing that was generated. They are
+    left as they are and may be anything: what is no message is for whoever renders it to refuse."""
     acted: set[str] = set()
-    restored: list[int] = []
     said: list[Any] = []
     for at, message in enumerate(messages):
-        if not isinstance(message, Mapping):
+        if (at and _is_untouched(message)) or not isinstance(message, Mapping):
             said.append(message)
             continue
         one = _unmarked(message, acted) if "cache-control" in rules else dict(message)
@@ -67,18 +65,20 @@ def canonical(
         if "text-parts" in rules and isinstance(text := _joined(one.get("content")), str):
             one["content"] = text
             acted.add("text-parts")
-        if "reasoning" in rules and _lacks_reasoning(one) and (reasoning := recall(at, one)) is not None:
-            one["reasoning_content"] = reasoning
-            restored.append(at)
-            acted.add("reasoning")
         said.append(one)
     described: list[Any] | None = None if tools is None else list(tools)
     if described is not None and "cache-control" in rules:
         described = [_unmarked(tool, acted) if isinstance(tool, Mapping) else tool for tool in described]
-    return Canonical(said, described, frozenset(acted), tuple(restored))
+    return Canonical(said, described, frozenset(acted))
 
 
-def _lacks_reasoning(message: Mapping[str, Any]) -> bool:
+def _is_untouched(message: object) -> bool:
+    """Whether that is plain to see, as it is of nearly all messages: a conversation may have thousands."""
+    return type(message) is dict and type(message.get("content")) is str and _UNTOUCHED.issuperset(message)
+
+
+def lacks_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether this is an assistant's message without what it had thought."""
     return message.get("role") == "assistant" and (
         _REASONING.isdisjoint(message) or all(message.get(name) is None for name in _REASONING)
     )

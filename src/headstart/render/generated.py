@@ -88,16 +88,18 @@ class Answers:
         others = tuple(one for one in before if one.prompt_digest != answer.prompt_digest)
         self._kept.put(owner, {key: (answer, *others[: _ALIKE - 1])})
 
-    def like(self, message: Mapping[str, Any], *, owner: str) -> tuple[Generated, ...]:
-        """Return the answers that an assistant's message may be, the latest first: with the same text but for spaces around
-        it, or the same calls by id, name and the JSON of their arguments."""
-        if message.get("role") != "assistant" or not isinstance(content := message.get("content") or "", str):
-            return ()
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-            return ()
-        found = self._kept.get(owner, [_key(content, [str(call.get("id")) for call in calls])])[0] or ()
-        return tuple(one for one in found if one.content.strip() == content.strip() and _same_calls(one.calls, calls))
+    def like(self, messages: Sequence[Any], *, owner: str) -> dict[int, tuple[Generated, ...]]:
+        """Return, by number, the answers that an assistant's message may be, the latest first: with the same text but for
+        spaces around it, or the same calls by id, name and the JSON of their arguments. Messages that may be none are left
+        out."""
+        keys = {at: key for at, message in enumerate(messages) if (key := _key_of(message)) is not None}
+        alike: dict[int, tuple[Generated, ...]] = {}
+        for at, found in zip(keys, self._kept.get(owner, list(keys.values())), strict=True):
+            message = messages[at]
+            content, calls = (message.get("content") or "").strip(), message.get("tool_calls") or []
+            if same := tuple(one for one in found or () if one.content.strip() == content and _same_calls(one.calls, calls)):
+                alike[at] = same
+        return alike
 
 
 def splice(text: str, answers: Iterable[Generated], *, ends: Collection[str], rules: Collection[str]) -> Spliced:
@@ -121,9 +123,9 @@ def splice(text: str, answers: Iterable[Generated], *, ends: Collection[str], ru
     return Spliced([*parts, text[done:]], frozenset(acted), beginnings.digest(len(text)))
 
 
-def stands_in(text: str, answer: Generated) -> bool:
-    """Whether `text` begins with the prompt that was answered."""
-    return any(True for _ in _answered(_Beginnings(text), len(text), [answer]))
+def standing(text: str, answers: Iterable[Generated]) -> frozenset[bytes]:
+    """Return the digests of those of the answered prompts with which `text` begins."""
+    return frozenset(one.prompt_digest for one, _ in _answered(_Beginnings(text), len(text), answers))
 
 
 def _answered(beginnings: _Beginnings, size: int, answers: Iterable[Generated]) -> Iterator[tuple[Generated, int]]:
@@ -133,6 +135,18 @@ def _answered(beginnings: _Beginnings, size: int, answers: Iterable[Generated]) 
             return
         if beginnings.digest(one.prompt_characters) == one.prompt_digest:
             yield one, one.prompt_characters
+
+
+def _key_of(message: Any) -> _Key | None:
+    """Return under which key an answer is kept that comes back as `message`; None where it can be none."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return None
+    content, calls = message.get("content") or "", message.get("tool_calls") or ()
+    if not isinstance(content, str) or not (calls == () or isinstance(calls, list)):
+        return None
+    if not all(isinstance(call, Mapping) for call in calls):
+        return None
+    return _key(content, [str(call.get("id")) for call in calls])
 
 
 def _key(content: str, ids: Sequence[str]) -> _Key:

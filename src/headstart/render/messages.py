@@ -19,8 +19,9 @@ _NORMAL_ROLES = ("user", "assistant", "tool", "system")
 
 
 def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[str, Any]]:
-    """Return `messages` in normal form. Raises RequestError whose `param` names the place, as in "messages[2].content". Without
-    `join_parts` templates see a list of text parts where a client wrote one."""
+    """Return `messages` in normal form, those that have it already as they are: for reading. Raises RequestError whose `param`
+    names the place, as in "messages[2].content". Without `join_parts` templates see a list of text parts where a client wrote
+    one."""
     if not _is_list(messages):
         raise _wrong("messages", "must be a list of messages")
     if len(messages) > MESSAGES:
@@ -28,7 +29,7 @@ def normal_messages(messages: object, *, join_parts: bool = True) -> list[dict[s
     if not messages:
         raise _wrong("messages", "is empty; send at least one message")
     return [
-        dict(message) if _is_normal(message) else _message(message, f"messages[{i}]", join_parts)
+        message if _is_normal(message) else _message(message, f"messages[{i}]", join_parts)
         for i, message in enumerate(messages)
     ]
 

@@ -18,7 +18,7 @@ import msgspec
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
-from headstart.render.plain import load_plain, writer_of
+from headstart.render.plain import PlainTokenizer, load_plain, writer_of
 from headstart.render.token_bytes import TokenBytes
 from headstart.render.tokenising import Tokeniser
 
@@ -105,8 +105,12 @@ class Renderer:
     ) -> list[int]:
         """Return the token ids of a text that holds its special tokens already, as a template has written them; of several in
         order, and of tokens between them as they are."""
+        if not isinstance(text, str) and len(text) == 1 and isinstance(text[0], str):
+            text = text[0]
+        if isinstance(text, str):
+            return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
         ids: list[int] = []
-        for part in [text] if isinstance(text, str) else text:
+        for part in text:
             if isinstance(part, str):
                 ids += self._encode(part, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
             else:
@@ -135,6 +139,8 @@ class Renderer:
         if taken:
             raise RequestError(f"chat_template_kwargs.{taken[0]} is not for a request to say", param="chat_template_kwargs")
         normal = normal_messages(messages, join_parts=join_parts)
+        if not isinstance(self._writer, PlainTokenizer):  # templates change nothing that they see; for others nobody knows
+            normal = [dict(message) for message in normal]
         described = normal_tools(tools)
         if not (template or self._tokenizer.chat_template):
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")

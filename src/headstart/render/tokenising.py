@@ -21,6 +21,7 @@ from headstart.render.cutting import LONG_CHARACTERS, may_cut, parts_of
 from headstart.render.remembering import Remembered
 
 REMEMBERED_BYTES = 64 << 20
+_SHORT_CHARACTERS = 16
 _ENTRY_BYTES = 200  # of books, beside text and ids
 
 
@@ -57,18 +58,20 @@ class Tokeniser:
 
     def parts(self, text: str) -> list[str]:
         """Return the parts of `text` that become tokens by themselves; joined they are `text`."""
+        sections = self._sections(text)
+        if not self._cuts or max(map(len, sections)) <= LONG_CHARACTERS:
+            return sections
         parts: list[str] = []
-        for section in self._sections(text):
-            if self._cuts and len(section) > LONG_CHARACTERS:
-                parts += parts_of(section)
-            else:
-                parts.append(section)
+        for section in sections:
+            parts += parts_of(section)
         return parts
 
     def _sections(self, text: str) -> list[str]:
         if self._special is None:
             return [text]
-        cuts = [match.start() for match in self._special.finditer(text) if match.group() in self._cut_before]
+        found = [match.start() for match in self._special.finditer(text) if match.group() in self._cut_before]
+        # What is as short as the end of a turn goes with what it ends; not so the last, as the text may go on there.
+        cuts = [at for at, then in pairwise(found) if then - at >= _SHORT_CHARACTERS] + found[-1:]
         if not cuts or cuts[0] > 0:
             cuts.insert(0, 0)
         return [text[begin:end] for begin, end in pairwise([*cuts, len(text)])]

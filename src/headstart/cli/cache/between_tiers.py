@@ -28,7 +28,6 @@ from headstart.policy.tiering import Condition
 from headstart.tier.base import ExtentInfo, Tier
 from headstart.tier.surveying import DescribingTier, Survey, surveyed
 
-NAMES = ("disk", "pool", "object")  # of tiers that can be moved between
 _BUSY_S = 15.0  # how long another process that moves out of the same directory is waited for
 _PASSING = ("gone", "corrupt", "unreadable", "unknown")  # reasons after which the next extent is tried
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import overload
 
 import click
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
-from headstart.cache.open import capacities_of
+from headstart.cache.asked import capacities_of
 from headstart.cache.prefixes import Prefix, Prefixes, Spot
 from headstart.cli.settings import chosen_config
 from headstart.config import CacheConfig, parse_size
@@ -35,8 +35,6 @@ from headstart.tier.disk.look import Look
 from headstart.tier.lookup_thread import ask_apart
 from headstart.tier.pool import PoolTier, Timing
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 LEAST_DIGITS = 8  # of a key on the command line
 SHOWN_DIGITS = 12
 _CANDIDATES = 8
@@ -44,57 +42,6 @@ _BATCH = 256  # extents that are changed at once
 _ROOM_BYTES = 256 << 20
 SLACK_BYTES = 256 << 10  # that a new segment and a journal take beside an extent
 _ANSWER_S = 10.0  # how long a directory is waited for
-
-
-def cache_options(command: Command) -> Command:
-    """Add what every verb takes: where the cache lies, and whether to answer in JSON."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="print one JSON object"),
-        click.option("--config", "config_file", type=_FILE, help="TOML file with the server's settings"),
-        click.option(
-            "--directory",
-            "directories",
-            type=_FILE,
-            multiple=True,
-            help="where the cache lies; may be given several times  [default: cache.directory]",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def pool_option(command: Command) -> Command:
-    """Add the choice of a pool instead of the directories of this machine."""
-    return click.option("--pool", type=_FILE, help="look at this pool of many machines instead of this machine's directories")(
-        command
-    )
-
-
-def _checked_time(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
-    """Refuse what is no time also where there is nothing to compare it with."""
-    if text is not None:
-        duration_ms(text)
-    return text
-
-
-def wanted_options(command: Command) -> Command:
-    """Add what chooses among prefixes; `Wanted` reads it."""
-    for option in (
-        click.option(
-            "--older-than", metavar="TIME", callback=_checked_time, help="only prefixes written longer ago than 30m, 12h or 7d"
-        ),
-        click.option(
-            "--representation", metavar="TEXT", help="only prefixes whose representation has this in its name or digest"
-        ),
-        click.option("--pinned", is_flag=True, help="only pinned prefixes"),
-        click.option("--class", "retention", metavar="NAME", help="only prefixes of this retention class"),
-        click.option("--tenant", metavar="NAME", help="only prefixes of this tenant"),
-    ):
-        command = option(command)
-    return command
-
-
-_FILE = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)

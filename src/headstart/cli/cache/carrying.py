@@ -20,12 +20,9 @@ from headstart.cli.cache.cached import (
     Cached,
     Wanted,
     as_bytes,
-    cache_options,
     looked,
-    pool_option,
     representation_name,
     so_many,
-    wanted_options,
 )
 from headstart.cli.progress import OnProgress, shown_progress
 from headstart.cli.settings import chosen_config
@@ -36,16 +33,7 @@ from headstart.tier.devices import devices_of
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.exchange import CarriedFile, write_file
 
-_PATH = click.Path(path_type=Path)
 
-
-@click.command()
-@click.argument("keys", metavar="[KEY...]", nargs=-1)
-@click.argument("file", type=_PATH)
-@cache_options
-@pool_option
-@wanted_options
-@click.option("--all", "everything", is_flag=True, help="every prefix")
 def export(
     keys: tuple[str, ...],
     file: Path,
@@ -56,8 +44,6 @@ def export(
     everything: bool,
     **options: Any,
 ) -> int:
-    """Write the prefixes that end with the blocks KEY, or all that fit the options, into FILE, which must not be there yet. It
-    holds token ids and so is as confidential as the prompts."""
     wanted = Wanted(**options)
     filters = wanted.given and wanted != Wanted(representation=wanted.representation)
     if bool(keys) + (everything or filters) != 1:
@@ -125,13 +111,6 @@ def _images(
         yield image
 
 
-@click.command("import")
-@click.argument("file", type=_PATH)
-@cache_options
-@click.option("--tenant", metavar="NAME", default="", help="whose the prefixes are from now on  [default: nobody's]")
-@click.option("--capacity", metavar="SIZE", help="that the cache may have  [default: cache.capacity]")
-@click.option("--any-representation", is_flag=True, help="also one that nothing in the cache has")
-@click.option("--dry-run", is_flag=True, help="only verify the file, and tell what is in it")
 def import_(
     file: Path,
     directories: tuple[Path, ...],
@@ -142,8 +121,6 @@ def import_(
     any_representation: bool,
     dry_run: bool,
 ) -> int:
-    """Take in the prefixes that `export` wrote into FILE. Everything in it is verified before anything is written. What does
-    not fit beside what is there is left out: make room first with `gc --to`."""
     try:
         Terms(tenant=tenant)
     except ValueError as error:

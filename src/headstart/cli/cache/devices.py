@@ -14,19 +14,7 @@ from headstart.tier.devices.listing import name_of
 from headstart.tier.disk.directory import MARKER
 from headstart.tier.lookup_thread import ask_apart
 
-_PATH = click.Path(path_type=Path)
 
-
-@click.command()
-@click.argument("directory", type=_PATH, required=False)
-@click.option("--add", "added", type=_PATH, metavar="PATH", help="let this directory be one more device; made where missing")
-@click.option(
-    "--drain", "drained", type=_PATH, metavar="PATH", help="let nothing new go there, and carry over what is worth it"
-)
-@click.option("--remove", "removed", type=_PATH, metavar="PATH", help="take a drained or dead device out; its files stay")
-@click.option("--force", is_flag=True, help="remove it though it is not drained: what only it has is a miss from then on")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-@click.option("--config", "config_file", type=_PATH, help="TOML file with the server's settings")
 def devices(
     directory: Path | None,
     added: Path | None,
@@ -36,8 +24,6 @@ def devices(
     as_json: bool,
     config_file: Path | None,
 ) -> int:
-    """Tell which devices the cache in DIRECTORY (any one of them; default: cache.directory) lies on, after adding, draining or
-    removing one. A running server follows within seconds, and does the carrying over when it has nothing else to do."""
     if len([path for path in (added, drained, removed) if path is not None]) > 1:
         raise click.UsageError("give one of --add, --drain and --remove at a time")
     home = (directory or chosen_config(config_file, {}).cache.directories[0]).expanduser()

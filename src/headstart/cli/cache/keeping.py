@@ -15,20 +15,12 @@ from headstart.cli.cache.cached import (
     SHOWN_DIGITS,
     Cached,
     as_time,
-    cache_options,
     duration_ms,
     is_pinned,
     looked,
-    pool_option,
 )
 
 
-@click.command()
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
-@cache_options
-@pool_option
-@click.option("--for", "duration", metavar="TIME", help="so long from now: 30m, 12h, 7d")
-@click.option("--until", metavar="DATE", help="until then: 2030-01-31 or 2030-01-31T18:00+01:00")
 def pin(
     keys: tuple[str, ...],
     directories: tuple[Path, ...],
@@ -38,8 +30,6 @@ def pin(
     duration: str | None,
     until: str | None,
 ) -> int:
-    """Keep the prefixes that end with the blocks KEY from being evicted, with all that they run on from; until they are
-    unpinned where no time is given."""
     if duration is not None and until is not None:
         raise click.UsageError("--for and --until are given; give one")
     with looked(directories, config_file, pool=pool) as cached:
@@ -77,14 +67,9 @@ def pin(
     return INCOMPLETE if refused else 0
 
 
-@click.command()
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
-@cache_options
-@pool_option
 def unpin(
     keys: tuple[str, ...], directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None
 ) -> None:
-    """Let the prefixes that end with the blocks KEY be evicted again. What another pinned prefix runs on from stays pinned."""
     with looked(directories, config_file, pool=pool) as cached:
         prefixes = cached.prefixes
         spots = [spot for key in keys for spot in cached.named(key)]

@@ -13,8 +13,8 @@ import click
 
 from headstart.block.extent import ExtentHeader
 from headstart.block.whole import examine
+from headstart.cache.asked import capacities_of, write_budget_bytes
 from headstart.cache.budget import used_up
-from headstart.cache.open import capacities_of, write_budget_bytes
 from headstart.cache.prefixes import Prefix, Spot
 from headstart.cli.cache import DAMAGED
 from headstart.cli.cache.cached import (
@@ -25,14 +25,11 @@ from headstart.cli.cache.cached import (
     as_bytes,
     as_time,
     as_tokens,
-    cache_options,
     is_pinned,
     looked,
-    pool_option,
     require_key,
     so_many,
     table,
-    wanted_options,
 )
 from headstart.config import CacheConfig, parse_size
 from headstart.errors import HeadstartError, NotThere
@@ -62,12 +59,6 @@ _SORTS = {
 }
 
 
-@click.command()
-@cache_options
-@pool_option
-@wanted_options
-@click.option("--limit", type=click.IntRange(min=1), help="at most so many lines")
-@click.option("--sort", type=click.Choice(list(_SORTS)), default="used", help="largest or latest first  [default: used]")
 def ls(
     directories: tuple[Path, ...],
     config_file: Path | None,
@@ -77,9 +68,6 @@ def ls(
     sort: str,
     **wanted: Any,
 ) -> None:
-    """List stored prefixes, each by the longest run of blocks that no other one continues. A prefix's bytes are those of all
-    extents that it lies in, so what prefixes share is counted with each of them; `du` counts once. AGE is since it was
-    written; USED orders by last use: a number that the cache counts up, the highest was used last."""
     with looked(directories, config_file, pool=pool) as cached:
         found = sorted(cached.listed(Wanted(**wanted)), key=_SORTS[sort], reverse=True)
         shown = [_facts(cached, prefix) for prefix in found[:limit]]
@@ -128,11 +116,6 @@ def _pinned(facts: dict[str, Any]) -> str:
     return f"until {facts['pinned_until'] or 'unpinned'}" if facts["pinned"] else "-"
 
 
-@click.command()
-@click.argument("key")
-@cache_options
-@pool_option
-@click.option("--representation", metavar="TEXT", help="only in the representation that has this in its name or digest")
 def show(
     key: str,
     directories: tuple[Path, ...],
@@ -141,8 +124,6 @@ def show(
     pool: Path | None,
     representation: str | None,
 ) -> int:
-    """Tell everything about the prefix that ends with block KEY: its extents and where they lie, what their headers say, its
-    promises. Of one that is no longer there, when and why it was removed, where that is still remembered."""
     require_key(key)
     with looked(directories, config_file, pool=pool) as cached:
         try:
@@ -275,13 +256,7 @@ def _terms(facts: dict[str, Any]) -> str:
     return f"{facts['class']}, {facts['tenant'] or '-'}"
 
 
-@click.command()
-@cache_options
-@pool_option
 def stat(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None) -> None:
-    """Tell how full the cache is, and of what. Capacity and room are judged by the configuration given here: where a server
-    has another (a file, flags), give it too. What is counted while it runs (hits, bytes written, and these for each token
-    that hit) a server tells at its /metrics."""
     with looked(directories, config_file, pool=pool) as cached:
         facts = _stat(cached)
     if as_json:
@@ -378,17 +353,7 @@ def _budget_used_up(cached: Cached) -> str:
     return used_up(budget_bytes)
 
 
-@click.command()
-@cache_options
-@pool_option
-@click.option(
-    "--by",
-    type=click.Choice(["directory", "representation", "class", "tenant"]),
-    multiple=True,
-    help="only these sums; may be given several times",
-)
 def du(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None, by: tuple[str, ...]) -> None:
-    """Add up the bytes of stored extents. What prefixes share is counted once."""
     with looked(directories, config_file, pool=pool) as cached:
         sums = {name: values for name, values in _sums(cached).items() if not by or name in by}
         total = sum(info.extent_bytes for info in cached.extents)

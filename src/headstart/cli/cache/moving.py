@@ -11,30 +11,14 @@ import click
 from headstart.cache.prefixes import Spot
 from headstart.cli.cache import INCOMPLETE
 from headstart.cli.cache.arriving import Left, Writer, open_target, require_directory, say, verified_image
-from headstart.cli.cache.between_tiers import NAMES, move_between
-from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, so_many, wanted_options
+from headstart.cli.cache.between_tiers import move_between
+from headstart.cli.cache.cached import Cached, Wanted, as_bytes, is_pinned, looked, so_many
 from headstart.cli.progress import shown_progress
 from headstart.tier.base import ExtentId, Terms
 from headstart.tier.devices import devices_of, drain_device
 from headstart.tier.disk import DiskTier
 
-_PATH = click.Path(path_type=Path)
 
-
-@click.command()
-@click.argument("source", type=_PATH, required=False)
-@click.argument("destination", type=_PATH, required=False)
-@click.option("--from", "from_tier", type=click.Choice(NAMES), help="the tier to move out of, instead of SOURCE")
-@click.option("--to", "to_tier", type=click.Choice(NAMES), help="the tier to move to, instead of DESTINATION")
-@click.option("--where", metavar="CONDITION", help="with --from: what to move, as in rules: 'class = \"agent\" and idle > 6h'")
-@click.option("--limit", metavar="RATE", help="with --from: most bytes a second, such as 100MB/s")
-@click.option("--directory", "directories", type=_PATH, multiple=True, help="with --from: where the disk tier lies")
-@click.option("--pool", type=_PATH, help="with --from: where the pool lies  [default: cache.pool]")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-@click.option("--config", "config_file", type=_PATH, help="TOML file with the server's settings")
-@wanted_options
-@click.option("--capacity", metavar="SIZE", help="that the destination may have  [default: cache.capacity]")
-@click.option("--dry-run", is_flag=True, help="only tell what would be moved")
 def move(
     source: Path | None,
     destination: Path | None,
@@ -50,13 +34,6 @@ def move(
     dry_run: bool,
     **options: Any,
 ) -> int:
-    """Move the prefixes in the cache directory SOURCE, all or those that fit the options, to DESTINATION, with class, tenant,
-    pins and order of use. Each is verified, written, and only then removed from SOURCE; what others there need stays as well.
-    A server must know both directories, or it will not find them any more; where they are devices of one cache and all of
-    SOURCE moves, nothing new goes to it from then on.
-
-    With --from and --to, move between tiers what --where selects, or everything. Given again after it was interrupted, it goes
-    on where it was."""
     if from_tier is not None or to_tier is not None:
         if source or destination or Wanted(**options).given or capacity:
             raise click.UsageError("--from and --to go with --where, --limit, --directory and --pool alone")

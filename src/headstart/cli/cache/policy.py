@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
-from headstart.cache.open import tier_names
-from headstart.cli.cache.cached import Cached, cache_options, looked, pool_option, require_key
-from headstart.cli.lazy import LazyGroup
+from headstart.cache.asked import tier_names
+from headstart.cli.cache.cached import Cached, looked, require_key
 from headstart.cli.settings import chosen_config
 from headstart.config import load_config
 from headstart.errors import ConfigError, NotThere
@@ -21,26 +20,8 @@ from headstart.policy.tiering import Facts, Policy, Rule, explained
 from headstart.tier.base import ExtentInfo
 from headstart.tier.surveying import survey_of
 
-_HERE = "headstart.cli.cache.policy"
-COMMANDS = {
-    "check": (f"{_HERE}:check", "Check the rules of tiers in a configuration file."),
-    "explain": (f"{_HERE}:explain", "Tell which rule applies to a block where it lies, and why."),
-}
-_PATH = click.Path(path_type=Path)
 
-
-@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-def policy() -> None:
-    """The rules by which what is stored moves between tiers (cache.tiering)."""
-
-
-@click.command()
-@click.argument("file", type=_PATH, required=False)
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-@click.option("--config", "config_file", type=_PATH, help="the same as FILE")
 def check(file: Path | None, as_json: bool, config_file: Path | None) -> int:
-    """Read the rules in the configuration FILE (default: $HEADSTART_CONFIG), and tell what is wrong with them and what does
-    nothing. What is right a running server takes up by itself, within seconds of the file being saved."""
     config = load_config(file or config_file).cache
     tiers = tier_names(config)
     try:
@@ -76,13 +57,7 @@ def _pointed_at(error: ConfigError) -> Iterator[str]:
         yield f"    {' ' * error.at}^"
 
 
-@click.command()
-@click.argument("key")
-@cache_options
-@pool_option
 def explain(key: str, directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None) -> int:
-    """Tell for the block KEY, in each tier where it lies (this machine's directories, and the pool of the configuration or of
-    --pool): which rule applies, what every rule before it met, and what happens next."""
     require_key(key)
     config = chosen_config(config_file, {}).cache
     found = parse_rules(config.tiering.rules)

@@ -21,13 +21,10 @@ from headstart.cli.cache.cached import (
     Cached,
     Wanted,
     as_bytes,
-    cache_options,
     is_pinned,
     looked,
     open_looked_at,
-    pool_option,
     so_many,
-    wanted_options,
 )
 from headstart.cli.progress import shown_progress
 from headstart.config import parse_size
@@ -55,14 +52,6 @@ class Removed:
         )
 
 
-@click.command()
-@click.argument("keys", metavar="[KEY...]", nargs=-1)
-@cache_options
-@pool_option
-@wanted_options
-@click.option("--all", "everything", is_flag=True, help="every prefix")
-@click.option("--dry-run", is_flag=True, help="only tell what would go")
-@click.option("--yes", is_flag=True, help="do not ask back where more than one prefix goes")
 def rm(
     keys: tuple[str, ...],
     directories: tuple[Path, ...],
@@ -74,9 +63,6 @@ def rm(
     yes: bool,
     **options: Any,
 ) -> int:
-    """Remove the prefixes that go through the blocks KEY, or all that fit the options, with everything that only they need.
-    What another prefix needs as well stays; an extent that others need the beginning of is cut behind that. Pinned
-    prefixes stay, and so does what somebody reads now."""
     wanted = Wanted(**options)
     if bool(keys) + wanted.given + everything != 1:
         raise click.UsageError("say what is to go: either keys, or options such as --tenant or --older-than, or --all")
@@ -207,11 +193,6 @@ def _shorten(cached: Cached, cuts: dict[int, int]) -> Removed:
     return done
 
 
-@click.command()
-@cache_options
-@click.option("--to", "target", metavar="SIZE", help="let go until no more than this is taken, the least worthy first")
-@click.option("--for", "seconds", type=click.FloatRange(min=0), help="stop joining short runs after so many seconds")
-@click.option("--dry-run", is_flag=True, help="only tell what would go")
 def gc(
     directories: tuple[Path, ...],
     config_file: Path | None,
@@ -220,8 +201,6 @@ def gc(
     seconds: float | None,
     dry_run: bool,
 ) -> int:
-    """Let go what is older than its class may grow, give back space, join short runs of one prefix into long ones. With --to,
-    let go also what is least worth keeping, in the order in which the cache itself would."""
     with looked(directories, config_file) as cached:
         pinned = _pinned(cached)
         expired = {

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from headstart.cli.cache import DAMAGED, REPAIRED
-from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, cache_options, looked, open_looked_at, so_many
+from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, looked, open_looked_at, so_many
 from headstart.cli.progress import OnProgress, shown_progress
 from headstart.config import parse_size
 from headstart.errors import StoreError
@@ -22,13 +22,7 @@ from headstart.tier.disk.scrub import Examined, scrub
 INTERRUPTED = 130
 
 
-@click.command()
-@cache_options
-@click.option("--rate", metavar="SIZE", default="256MiB", help="read at most so much a second  [default: 256MiB]")
-@click.option("--no-repair", is_flag=True, help="only tell what is wrong, and write nothing")
 def verify(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, rate: str, no_repair: bool) -> int:
-    """Read everything that is stored and check it: headers, keys, token ids, every piece. What is wrong is dropped, so that it
-    is computed anew; then books and files are compared. What cannot be read now is left alone: a disk may come back."""
     rate_bytes = parse_size(rate)
     if rate_bytes < 1:
         raise click.BadParameter("a rate of 0 never ends; give one such as 256MiB")

@@ -18,7 +18,7 @@ from typing import Any
 
 from headstart.block.identity import Identity
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import Config
+from headstart.config import Config, made_by, warn_of_readers
 from headstart.engine.base import EngineLoad, GenerationRequest, Role, TokenEvent
 from headstart.engine.handoff.prefill import PrefillServer
 from headstart.engine.handoff.taking import Side, Taking
@@ -220,15 +220,16 @@ def opened(inner: ServingEngine[Any], cache: PrefixCache | None, config: Config)
 def _secret(file: Path) -> bytes:
     try:
         secret = file.read_bytes().strip()
+        warn_of_readers(file)
     except OSError as error:
         raise ConfigError(
-            f"handoff.secret: {file} cannot be read ({error.strerror}); write it with: openssl rand -hex 32 > {file}",
+            f"handoff.secret: {file} cannot be read ({error.strerror}); write it with: {made_by(file)}",
             key="handoff.secret",
         ) from error
     if len(secret) < _LEAST_SECRET_BYTES:
         raise ConfigError(
             f"handoff.secret: {file} has {len(secret)} bytes, {_LEAST_SECRET_BYTES} are the least; write it with: "
-            f"openssl rand -hex 32 > {file}",
+            f"{made_by(file)}",
             key="handoff.secret",
         )
     return secret
