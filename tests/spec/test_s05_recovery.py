@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from shelf import Shelf
 
 from headstart.errors import TierUnavailable
 from headstart.testing.fake_kv import STATEFUL, FakeKV
@@ -214,21 +213,15 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(shelf) -> None:
     assert marker.read_text() == "something else"
 
 
-_CHILD = """
-import sys
-sys.path[:0] = [{tests!r}]
-from shelf import Shelf
-from pathlib import Path
-from headstart.testing.round_trip import save
-from headstart.testing.tier_contract import prompt
-with Shelf(Path(sys.argv[1])) as shelf:
-    cache = shelf.open_small("disk")
-    print("open", flush=True)
-    for seed in range(int(sys.argv[2]), 10**6):
-        result = save(cache, prompt(1 + seed % 9, seed=seed))
-        assert result.reason is None, result
-        print(seed, flush=True)
-"""
+def save_until_killed(directory: Path, start: int, out: int) -> None:
+    """What the child does: it says which prompts were stored, one a line."""
+    with Shelf(directory) as shelf:
+        cache = shelf.open_small("disk")
+        os.write(out, b"open\n")
+        for seed in itertools.count(start):
+            result = save(cache, prompt(1 + seed % 9, seed=seed))
+            assert result.reason is None, result
+            os.write(out, b"%d\n" % seed)
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.soak)])
@@ -236,19 +229,21 @@ def test_a_process_killed_while_saving_is_succeeded_by_the_next_without_a_clean_
     """Real processes, a real file system, SIGKILL: what was confirmed last is there, whatever is there is right."""
     start = 0
     for number in range(rounds):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD.format(tests=str(Path(__file__).parent)), str(shelf.directory), str(start)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        with child.stdout as lines:
+        said, out = os.pipe()
+        child = os.fork()  # a new interpreter would spend most of its time importing
+        if not child:
+            try:
+                save_until_killed(shelf.directory, start, out)
+            finally:
+                os._exit(1)
+        os.close(out)
+        with os.fdopen(said) as lines:
             assert lines.readline() == "open\n"
             for _ in range(2 + number * 7 % 40):
                 start = int(lines.readline()) + 1
-            os.kill(child.pid, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             start = max([start, *(int(line) + 1 for line in lines.read().split("\n")[:-1])])
-        assert child.wait(10) == -signal.SIGKILL
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         cache = shelf.open_small("disk")
         assert cache.check() == []
         serves_truth(cache, [prompt(1 + s % 9, seed=s) for s in range(max(0, start - 40), start + 1)])

@@ -28,7 +28,7 @@ class TestFaultyMemoryTier(TierContract):
 
 class TestFaultyDiskTier(TierContract):
     persistent = True
-    capacity_bytes = 4 << 20
+    capacity_bytes = 1 << 20
 
     @pytest.fixture
     def make_tier(self, tmp_path: Path) -> Callable[[int], Tier]:

@@ -23,7 +23,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from threading import RLock
 
 from headstart.errors import StoreError
@@ -77,11 +77,11 @@ class _RangeLock:
 class _NameChange:
     """Names that go and names that come, at once. The node of a directory is None."""
 
-    removed: tuple[PurePosixPath, ...] = ()
-    added: tuple[tuple[PurePosixPath, _File | None], ...] = ()
+    removed: tuple[str, ...] = ()
+    added: tuple[tuple[str, _File | None], ...] = ()
 
-    def concerns(self, directory: PurePosixPath) -> bool:
-        return any(name.parent == directory for name in (*self.removed, *(name for name, _ in self.added)))
+    def concerns(self, directory: str) -> bool:
+        return any(_parent(name) == directory for name in (*self.removed, *(name for name, _ in self.added)))
 
     def apply(self, names: _Names) -> None:
         for name in self.removed:
@@ -89,7 +89,7 @@ class _NameChange:
         names.update(self.added)
 
 
-_Names = dict[PurePosixPath, _File | None]
+_Names = dict[str, _File | None]  # paths as text: as objects they take longer to make than all the rest
 
 
 class CrashDisk:
@@ -105,7 +105,7 @@ class CrashDisk:
         self._direct = direct
         self._holes = holes
         self._lock = RLock()
-        self._names: _Names = {PurePosixPath(root): None}
+        self._names: _Names = {str(root): None}
         self._durable_names: _Names = dict(self._names)
         self._pending_names: list[_NameChange] = []
         self._open: dict[Handle, tuple[_File, bool]] = {}
@@ -158,7 +158,7 @@ class CrashDisk:
 
     def open(self, path: Path, mode: OpenMode, *, bulk: bool = False) -> Handle:
         with self._lock:
-            name = PurePosixPath(path)
+            name = str(path)
             if mode == "create":
                 if name in self._names:
                     raise _error(errno.EEXIST, path)
@@ -230,7 +230,7 @@ class CrashDisk:
             self._directory(path)
             left = []
             for change in self._pending_names:
-                if change.concerns(PurePosixPath(path)):
+                if change.concerns(str(path)):
                     change.apply(self._durable_names)
                 else:
                     left.append(change)
@@ -279,7 +279,7 @@ class CrashDisk:
 
     def stat(self, path: Path) -> FileFacts:
         with self._lock:
-            name = PurePosixPath(path)
+            name = str(path)
             if name not in self._names:
                 raise _error(errno.ENOENT, path)
             file = self._names[name]
@@ -292,14 +292,13 @@ class CrashDisk:
     def entries(self, path: Path) -> list[Entry]:
         with self._lock:
             self._directory(path)
-            above = f"{path}/".replace("//", "/")  # as text, since paths take longer to make than all the rest
-            named = ((str(name), file) for name, file in self._names.items())
-            inside = [(text.removeprefix(above), file) for text, file in named if text.startswith(above)]
-            return [Entry(name, file is None) for name, file in sorted(inside, key=itemgetter(0)) if name and "/" not in name]
+            above = f"{path}/"
+            inside = [(name.removeprefix(above), file) for name, file in self._names.items() if name.startswith(above)]
+            return [Entry(name, file is None) for name, file in sorted(inside, key=itemgetter(0)) if "/" not in name]
 
     def make_directory(self, path: Path) -> None:
         with self._lock:
-            name = PurePosixPath(path)
+            name = str(path)
             if name in self._names:
                 if self._names[name] is not None:
                     raise _error(errno.EEXIST, path)
@@ -311,12 +310,12 @@ class CrashDisk:
         with self._lock:
             file = self._file(source)
             self._directory(target.parent)
-            self._change_names(_NameChange((PurePosixPath(source),), ((PurePosixPath(target), file),)))
+            self._change_names(_NameChange((str(source),), ((str(target), file),)))
 
     def unlink(self, path: Path) -> None:
         with self._lock:
             self._file(path)
-            self._change_names(_NameChange(removed=(PurePosixPath(path),)))
+            self._change_names(_NameChange(removed=(str(path),)))
 
     # Inside; the lock is held.
 
@@ -324,7 +323,7 @@ class CrashDisk:
         return [file for file in self._names.values() if file is not None]
 
     def _file(self, path: Path) -> _File:
-        name = PurePosixPath(path)
+        name = str(path)
         if name not in self._names:
             raise _error(errno.ENOENT, path)
         file = self._names[name]
@@ -333,7 +332,7 @@ class CrashDisk:
         return file
 
     def _directory(self, path: Path) -> None:
-        name = PurePosixPath(path)
+        name = str(path)
         if name not in self._names:
             raise _error(errno.ENOENT, path)
         if self._names[name] is not None:
@@ -373,11 +372,15 @@ class CrashDisk:
         for change in self._pending_names:
             if choice.random() < 0.5:
                 change.apply(names)
-        for name in sorted(names, key=lambda name: len(name.parts)):
-            if name != PurePosixPath(self.root) and name.parent not in names:
+        for name in sorted(names, key=lambda name: name.count("/")):
+            if name != str(self.root) and _parent(name) not in names:
                 del names[name]
         self._pending_names = []
         self._names = dict(names)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def _apply(data: bytearray, change: _Change) -> None:

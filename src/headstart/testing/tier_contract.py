@@ -34,7 +34,7 @@ class TierContract:
 
     persistent = False
     promises = True  # whether one that is persistent keeps what it is told to keep and pins
-    capacity_bytes = 2 << 20
+    capacity_bytes = 1 << 20
 
     @pytest.fixture
     def make_tier(self) -> Callable[[int], Tier]:

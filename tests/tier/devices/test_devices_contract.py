@@ -28,12 +28,12 @@ class TestOneDirectory(_Devices):
 
 class TestTwoDirectories(_Devices):
     names = ("a", "b")
-    capacity_bytes = 4 << 20
+    capacity_bytes = 2 << 20
 
 
 class TestThreeDirectories(_Devices):
     names = ("a", "b", "c")
-    capacity_bytes = 6 << 20
+    capacity_bytes = 3 << 20
 
 
 del _Devices  # it is no test by itself

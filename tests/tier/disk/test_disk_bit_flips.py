@@ -29,6 +29,7 @@ CAPACITY = 24 << 20
 EXTENTS, PIECES = 300, 3
 AGAIN = 6  # of what was lost in a round: asked for once more, and saved anew
 WRITERS, EACH = 12, 6
+MANY = [prompt(n, PIECES, TINY) for n in range(WRITERS * EACH)]
 open_it = partial(open_cache, capacity_bytes=CAPACITY)
 REPRESENTATIONS = {"tiny": TINY, "uneven": UNEVEN, "paged": PAGED, "opaque": OPAQUE, "stateful": STATEFUL}
 ROUNDS = {"tiny": 8, "uneven": 8, "paged": 6, "opaque": 6, "stateful": 4}  # 9,600 bits; some thousand more are below
@@ -143,24 +144,25 @@ def test_many_more_bits_changed_at_rest_are_never_served(tmp_path: Path, name: s
     flips_at_rest(tmp_path, REPRESENTATIONS[name], rounds=4 * ROUNDS[name], seed=1000 + seed)
 
 
-def many_writers(root: Path) -> list[FakeKV]:
-    """A directory in which each writer, now dead, has a journal and a segment of its own, with EACH prompts in it."""
-    kvs = [prompt(n, PIECES, TINY) for n in range(WRITERS * EACH)]
+@pytest.fixture(scope="module")
+def by_many_writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which each writer, now dead, has a journal and a segment of its own, with EACH of `MANY` in it."""
+    root = tmp_path_factory.mktemp("many") / "kv"
     with ExitStack() as stack:
         tiers = [DiskTier.open(root, capacity_bytes=CAPACITY) for _ in range(WRITERS)]
         caches = [stack.enter_context(cache_over(tier, TINY)) for tier in tiers]
-        for n, kv in enumerate(kvs):
+        for n, kv in enumerate(MANY):
             assert save(caches[n % WRITERS], kv).reason is None
     assert len(list(root.glob("journals/*.log"))) == WRITERS == len(list(root.glob("segments/*/*.seg")))
-    return kvs
+    return root
 
 
-def check_rest(root: Path, kvs: Sequence[FakeKV], expected: set[bytes], counted: dict[str, int]) -> None:
+def check_rest(root: Path, expected: set[bytes], counted: dict[str, int]) -> None:
     """Open a damaged directory: there is what is expected, rightly; the damage is counted; all the rest can be saved anew."""
     cache, tier = open_it(root, TINY)
     with cache:
         found = set()
-        for kv in kvs:
+        for kv in MANY:
             loaded = load(cache, kv)
             assert loaded.wrong == []
             assert loaded.usable_tokens in (0, PIECES * 64)
@@ -168,22 +170,25 @@ def check_rest(root: Path, kvs: Sequence[FakeKV], expected: set[bytes], counted:
         assert found == expected
         counters = tier.statistics().counters
         assert {name: counters.get(name, 0) for name in counted} == counted
-        for kv in kvs:
+        for kv in MANY:
             assert save(cache, kv).stored_tokens == PIECES * 64
         assert tier.check() == []
     cache, tier = open_it(root, TINY)
     with cache:
-        assert all(load(cache, kv).usable_tokens == PIECES * 64 for kv in kvs)
+        assert all(load(cache, kv).usable_tokens == PIECES * 64 for kv in MANY)
         assert tier.check() == []
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_bit_changed_in_any_journal_at_rest_costs_what_stands_behind_it_and_is_counted(tmp_path: Path, seed: int) -> None:
+def test_a_bit_changed_in_any_journal_at_rest_costs_what_stands_behind_it_and_is_counted(
+    tmp_path: Path, by_many_writers: Path, seed: int
+) -> None:
     choice = random.Random(seed)
-    kvs = many_writers(tmp_path)
+    shutil.copytree(by_many_writers, tmp_path, dirs_exist_ok=True)
     torn = unreadable = 0
+    journals = [part for part in parts(tmp_path) if part.path.suffix == ".log"]
     for path in sorted(tmp_path.glob("journals/*.log")):
-        part = choose(choice, [part for part in parts(tmp_path) if part.path == path])
+        part = choose(choice, [part for part in journals if part.path == path])
         flip_in(choice, part)
         torn += part.kind == "journal records"
         unreadable += part.kind == "journal header"
@@ -191,25 +196,28 @@ def test_a_bit_changed_in_any_journal_at_rest_costs_what_stands_behind_it_and_is
     expected = {extent.keys[0] for extent in contents.extents}
     # Segments that no journal speaks of any more are read by themselves.
     expected |= {e.keys[0] for e in second_reader.scan_segments(tmp_path) if e.segment not in contents.journals.opened}
-    check_rest(tmp_path, kvs, expected, {"journals_torn": torn, "journals_unreadable": unreadable})
+    check_rest(tmp_path, expected, {"journals_torn": torn, "journals_unreadable": unreadable})
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_bit_changed_in_a_segments_header_costs_that_segment_and_is_counted(tmp_path: Path, seed: int) -> None:
+def test_a_bit_changed_in_a_segments_header_costs_that_segment_and_is_counted(
+    tmp_path: Path, by_many_writers: Path, seed: int
+) -> None:
     choice = random.Random(seed)
-    kvs = many_writers(tmp_path)
-    everything = {extent.keys[0] for extent in second_reader.read_directory(tmp_path).extents}
+    shutil.copytree(by_many_writers, tmp_path, dirs_exist_ok=True)
+    extents = second_reader.read_directory(tmp_path).extents
     lost, dropped = set(), 0
+    headers = [part for part in parts(tmp_path) if part.kind in ("segment header", "segment padding")]
     for path in sorted(tmp_path.glob("segments/*/*.seg")):
-        ranges = [p for p in parts(tmp_path) if p.path == path and p.kind in ("segment header", "segment padding")]
+        ranges = [part for part in headers if part.path == path]
         segment = second_reader.segment_name(path)
-        inside = {e.keys[0] for e in second_reader.read_directory(tmp_path).extents if e.segment == segment}
+        inside = {extent.keys[0] for extent in extents if extent.segment == segment}
         part = choose(choice, ranges)
         flip_in(choice, part)
         if part.kind not in HARMLESS:
             lost |= inside
             dropped += 1
-    check_rest(tmp_path, kvs, everything - lost, {"segments_dropped": dropped})
+    check_rest(tmp_path, {extent.keys[0] for extent in extents} - lost, {"segments_dropped": dropped})
 
 
 def is_marker(data: bytes) -> bool:
