@@ -1,15 +1,14 @@
-"""The llama engine against llama-server of the same llama.cpp: the same GGUF, tokens, threads, KV type and attention, in turn.
+"""The llama engine against llama-server of the same llama.cpp: what a cold prompt and an answer cost, in turn.
 
-llama-server is the one that the wheel `xllamacpp` carries, started through its own class in a process of its own. Both have
-been warmed up and have answered a short request before anything is measured. A round is, for one after the other, with who is
-first changing from round to round:
+The same GGUF, tokens, threads, KV type and attention. llama-server is the one that the wheel `xllamacpp` carries, started
+through its own class in a process of its own. Both have been warmed up and have answered a short request before anything is
+measured. A round is, for one after the other, with who is first changing from round to round:
 
-    cold     a prompt that nobody has seen, and ANSWER tokens: seconds to the first token; CPU seconds to it and behind it
-    memory   another question over the same prefix
-    disk     both killed, their files out of the page cache; started, a short request, and a third question: from our disk tier;
-             from the slot file that was saved by hand after "cold", whose restoring counts
+    cold     a prompt of PROMPT tokens that nobody has seen, and ANSWER tokens: seconds and CPU seconds to the first token, and
+             for each token behind it. Ours writes the prompt to disk meanwhile, and what is left of that afterwards is told
+    kept     the same prompt with another end, and ANSWER tokens: decoding with nothing else to do on either side
 
-What ours spends on saving behind the cold answer is told apart.
+What a hit takes, in memory and from disk, is measured by `llama_hits`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from headstart.render import GGUFRenderer
 from headstart.tier import page_cache
 
 CONTEXT = 8192
-ANSWER = 128
+PROMPT = 2048
+ANSWER = 64
 ROUNDS = 5
 
 _LLAMA_SERVER = """
@@ -60,10 +61,10 @@ sys.stdin.read()
 _ROWS = (
     ("first token, cold", "cold_s", "s"),
     ("CPU seconds to it", "cold_cpu_s", "s"),
-    ("decoding, a token", "decode_ms", "ms"),
+    ("decoding behind it, a token", "behind_ms", "ms"),
+    ("CPU of that", "behind_cpu_ms", "ms"),
+    ("decoding behind a prompt that is kept already, a token", "decode_ms", "ms"),
     ("CPU of that", "decode_cpu_ms", "ms"),
-    ("first token, prefix in memory, another question", "memory_s", "s"),
-    ("first token after SIGKILL, page cache empty, another question", "disk_s", "s"),
 )
 
 
@@ -79,11 +80,11 @@ class Answer:
 
 
 class Side(ABC):
-    """One of the two servers. `restored_s`: what had to be done by hand before the last question, in seconds."""
+    """One of the two servers. `restored_s`, `restored_cpu_s`: what had to be done by hand before the last question."""
 
     url: str
     pid: int
-    restored_s = 0.0
+    restored_s = restored_cpu_s = 0.0
 
     @abstractmethod
     def start(self) -> None: ...
@@ -187,7 +188,6 @@ class Theirs(Side):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as our own server has it
             text=True,
         )
         assert process.stdout is not None
@@ -214,9 +214,9 @@ class Theirs(Side):
         self.start()
 
     def restore(self) -> None:
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), _cpu_s(self.pid)
         self._slot("restore")
-        self.restored_s = time.perf_counter() - begun
+        self.restored_s, self.restored_cpu_s = time.perf_counter() - begun, _cpu_s(self.pid) - cpu
 
     def _slot(self, action: str) -> None:
         body = {"filename": "slot"}
@@ -226,113 +226,108 @@ class Theirs(Side):
         return {"n_predict": tokens, "cache_prompt": True, "id_slot": 0}
 
 
-def run(*, smoke: bool = False, rounds: int = ROUNDS, file: Path | None = None) -> dict[str, Any]:
-    """Return seconds, round by round, of both, and where that was. `file`: another model than the demo's."""
-    threads, rounds, answer = physical_cores(), 1 if smoke else rounds, 4 if smoke else ANSWER
+@contextmanager
+def both(file: Path | None) -> Iterator[tuple[dict[str, Side], list[list[int]], Path]]:
+    """Both servers, started, over `file` or the demo's model; three questions over one document and a short prompt; and where
+    their files are."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir=benchmark_home()) as folder:
         home = Path(folder)
         models = Path(os.environ.get("HEADSTART_MODELS_DIRECTORY", "~/.cache/headstart/models")).expanduser()
         file = file or fetch_smollm2_gguf(models / GGUF_ALIAS, lambda *_: None)
-        prompts = _prompts(file, tokens=300 if smoke else None)
-        sides: dict[str, Side] = {"headstart": Ours(file, home), "llama_server": Theirs(file, home, threads=threads)}
-        told: list[dict[str, dict[str, Any]]] = []
+        sides: dict[str, Side] = {"headstart": Ours(file, home), "llama_server": Theirs(file, home, threads=physical_cores())}
         try:
             for side in sides.values():
                 side.start()
-            for number in range(rounds):
-                order = list(sides) if number % 2 == 0 else list(reversed(sides))
-                told.append(_round(sides, order, _renamed(prompts, number), answer=answer))
+            yield sides, _prompts(file), home
         finally:
             for side in sides.values():
                 side.close()
+
+
+def run(*, smoke: bool = False, rounds: int = ROUNDS, file: Path | None = None) -> dict[str, Any]:
+    """Return seconds, round by round, of both, and where that was. `file`: another model than the demo's."""
+    rounds, prompt, answer = (1, 300, 4) if smoke else (rounds, PROMPT, ANSWER)
+    with both(file) as (sides, prompts, home):
+        told = []
+        for number in range(rounds):
+            cold, kept = ([100 + number, *one[1 : prompt - 20], *one[-20:]] for one in prompts[:2])  # seen by nobody before
+            told.append({name: _round(side, prompts[-1], cold, kept, answer=answer) for name, side in in_turn(sides, number)})
         return {
             "where": where_it_ran(home),
-            "prompt_tokens": len(prompts[0]),
+            "prompt_tokens": prompt,
             "answer_tokens": answer,
-            "threads": threads,
+            "threads": physical_cores(),
             "rounds": rounds,
             "headstart": [one["headstart"] for one in told],
             "llama_server": [one["llama_server"] for one in told],
         }
 
 
+def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
+    """Return both, who is first changing from round to round."""
+    return list(sides.items()) if number % 2 == 0 else list(reversed(sides.items()))
+
+
 def table(result: dict[str, Any]) -> str:
     """Return the result as Markdown."""
-    ours, theirs = result["headstart"], result["llama_server"]
-
-    def each(key: str) -> tuple[list[float], list[float]]:
-        return [one[key] for one in ours], [one[key] for one in theirs]
-
-    def row(name: str, key: str, unit: str) -> str:
-        a, b = each(key)
-        digits = 2 if unit == "ms" else 3
-        return (
-            f"| {name} | {statistics.median(a):.{digits}f} {unit} | {statistics.median(b):.{digits}f} {unit} "
-            f"| {paired_ratio(a, b)} |"
-        )
-
-    texts = [key for key in ("cold", "memory", "disk") for a, b in zip(ours, theirs, strict=True) if a[key] == b[key]]
-    restored, kept = statistics.median(each("restored_s")[1]), [statistics.median(one) for one in each("keep_cpu_s")]
+    kept = [statistics.median(one["keep_cpu_s"] for one in result[side]) for side in ("headstart", "llama_server")]
     return "\n".join(
         [
             f"SmolLM2-135M-Instruct, Q4_1, f16 KV, prompts of {result['prompt_tokens']:,} tokens, answers of "
             f"{result['answer_tokens']}, {result['threads']} threads, medians of {result['rounds']} interleaved rounds.",
             "",
-            "| | headstart | llama-server | ratio of pairs [95 %] |",
-            "|---|---|---|---|",
-            *(row(*one) for one in _ROWS),
+            *rows(result, _ROWS),
             "",
-            f"Of llama-server's first token after SIGKILL restoring its slot by hand is {restored:.3f} s; what was computed "
-            f"was on disk after {kept[0]:.2f} CPU seconds behind the answer here and {kept[1]:.2f} there. The same greedy "
-            f"tokens from both in {len(texts)} of {3 * result['rounds']} answers.",
+            f"What was computed was on disk after {kept[0]:.2f} CPU seconds more behind the answer here, and after "
+            f"{kept[1]:.2f} there, by hand. {alike(result, ('cold', 'kept'))}",
         ]
     )
 
 
-def _round(sides: dict[str, Side], order: list[str], prompts: list[list[int]], *, answer: int) -> dict[str, dict[str, Any]]:
-    told: dict[str, dict[str, Any]] = {name: {} for name in order}
-
-    def for_each(what: Callable[[Side, dict[str, Any]], None]) -> None:
-        for name in order:
-            what(sides[name], told[name])
-
-    def cold(side: Side, row: dict[str, Any]) -> None:
-        side.ask(prompts[-1], 4)
-        got = side.ask(prompts[0], answer)
-        row |= {"cold_s": got.first_s, "cold_cpu_s": got.first_cpu_s, "cold": got.text}
-        row |= {"decode_ms": 1e3 * got.each_s, "decode_cpu_ms": 1e3 * got.each_cpu_s}
-        row["keep_cpu_s"] = side.keep()
-
-    def memory(side: Side, row: dict[str, Any]) -> None:
-        got = side.ask(prompts[1], 8)
-        row |= {"memory_s": got.first_s, "memory": got.text}
-
-    def disk(side: Side, row: dict[str, Any]) -> None:
-        side.start_cold()
-        side.ask(prompts[-1], 4)
-        side.restore()
-        got = side.ask(prompts[2], 8)
-        row |= {"disk_s": side.restored_s + got.first_s, "restored_s": side.restored_s, "disk": got.text}
-
-    for_each(cold)
-    for_each(memory)
-    for_each(disk)
-    return told
+def rows(result: dict[str, Any], wanted: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the lines of a table: medians of both sides, and the ratio of pairs. Of each: what it says, the key, the unit."""
+    lines = ["| | headstart | llama-server | ratio of pairs [95 %] |", "|---|---|---|---|"]
+    for name, key, unit in wanted:
+        a, b = ([one[key] for one in result[side]] for side in ("headstart", "llama_server"))
+        digits = 2 if unit == "ms" else 3
+        medians = [f"{statistics.median(one):.{digits}f} {unit}" for one in (a, b)]
+        lines.append(f"| {name} | {medians[0]} | {medians[1]} | {paired_ratio(a, b)} |")
+    return lines
 
 
-def _prompts(file: Path, *, tokens: int | None) -> list[list[int]]:
+def alike(result: dict[str, Any], keys: Sequence[str]) -> str:
+    """Return a sentence on how many answers were the same."""
+    pairs = list(zip(result["headstart"], result["llama_server"], strict=True))
+    same = sum(a[key] == b[key] for key in keys for a, b in pairs)
+    return f"The same greedy tokens from both in {same} of {len(keys) * len(pairs)} answers."
+
+
+def _round(side: Side, short: list[int], cold: list[int], kept: list[int], *, answer: int) -> dict[str, Any]:
+    side.ask(short, 4)
+    first = side.ask(cold, answer)
+    left = side.keep()
+    other = side.ask(kept, answer)
+    return {
+        "cold_s": first.first_s,
+        "cold_cpu_s": first.first_cpu_s,
+        "behind_ms": 1e3 * first.each_s,
+        "behind_cpu_ms": 1e3 * first.each_cpu_s,
+        "decode_ms": 1e3 * other.each_s,
+        "decode_cpu_ms": 1e3 * other.each_cpu_s,
+        "keep_cpu_s": left,
+        "cold": first.text,
+        "kept": other.text,
+    }
+
+
+def _prompts(file: Path) -> list[list[int]]:
     """Return three questions over one document, and a short prompt."""
     weights = Weights(Library(), file, vocabulary_only=True)
     renderer = GGUFRenderer(weights.vocabulary, template=weights.chat_template)
     asked = [renderer.chat(messages_for(question)) for question in (FIRST_QUESTION, *QUESTIONS[:2])]
     short = renderer.chat([{"role": "user", "content": "Hello."}])
     weights.close()
-    return [*(one[:tokens] + one[-20:] if tokens else one for one in asked), short]
-
-
-def _renamed(prompts: list[list[int]], number: int) -> list[list[int]]:
-    """Return the prompts with another first token, so that no round finds what one before it kept."""
-    return [[100 + number, *one[1:]] for one in prompts]
+    return [*asked, short]
 
 
 def _cpu_s(pid: int) -> float:
