@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from asking import Answer, eventually
 from gguf_fixtures import Kind
 from headstart.config import CacheConfig, Config, EngineConfig
 from headstart.engine.base import GenerationRequest, Logprobs, Receipt, TokenEvent
-from headstart.engine.llama import open_engine
+from headstart.engine.llama import open_engine, opening
 from headstart.engine.llama.engine import LlamaEngine
 
 Made = Callable[[Kind], Path]
@@ -29,7 +30,9 @@ def config_of(directory: Path, *, cache: dict[str, Any] | None = None, **engine:
 
 
 def opened(file: Path, directory: Path, *, cache: dict[str, Any] | None = None, **engine: Any) -> LlamaEngine:
-    return open_engine(file, config_of(directory, cache=cache, **engine), on_progress=lambda *_: None)
+    """Computing on one core: threads of a pass wait for one another, for long where tests run beside."""
+    with patch.object(opening, "physical_cores", lambda: 1):
+        return open_engine(file, config_of(directory, cache=cache, **engine), on_progress=lambda *_: None)
 
 
 def receipt_of(answer: Answer) -> Receipt:
