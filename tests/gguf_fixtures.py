@@ -6,6 +6,7 @@ messages to tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "th e", "Ġ the", "i n", "e r", "Ġ a", "o n", "r e", "a t", "e n", "Ġ o", "f f", "Ġo f", "1 2", "Ċ Ċ")
 
 
-def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0, tensors_in_a_part: int = 0) -> Path:
-    """Write a tiny model of that kind and return its path; `tensors_in_a_part`: in several files, which are named after it."""
+def make_gguf(
+    path: Path, kind: Kind = "llama", *, seed: int = 0, tensors_in_a_part: int = 0, says: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a tiny model of that kind and return its path; `tensors_in_a_part`: in several files, which are named after it;
+    `says`: what its metadata say otherwise."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_in_a_part)
     tokens = _write_vocabulary(writer)
@@ -42,6 +46,11 @@ def make_gguf(path: Path, kind: Kind = "llama", *, seed: int = 0, tensors_in_a_p
 
     tensor("token_embd.weight", len(tokens), WIDTH, scale=1.0)
     _WRITE[kind](writer, tensor, ones)
+    for key, value in (says or {}).items():
+        if key in writer.kv_data[0]:
+            writer.kv_data[0][key].value = value
+        else:
+            writer.add_uint32(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

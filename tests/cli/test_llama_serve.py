@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 from openai import OpenAI
 
 from gguf_fixtures import make_gguf
+from headstart.cli.opening import open_model
 from headstart.cli.server_process import ServerProcess
+from headstart.config import CacheConfig, Config, EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,17 @@ def test_clients_get_several_answers_log_probabilities_and_json(server: ServerPr
         plain = client.completions.create(model="tiny", prompt="The order", max_tokens=4, stop=["zzzz"])
         assert plain.usage is not None
         assert plain.usage.completion_tokens == 4
+
+
+def test_libllamas_threads_are_not_told_to_sleep_between_two_operations(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    config = Config(
+        model=str(file), models_directory=tmp_path, cache=CacheConfig(enabled=False), engine=EngineConfig(kv_memory="16MiB")
+    )
+    open_model(config, on_progress=lambda *_: None).engine.close()
+    assert "OMP_WAIT_POLICY" not in os.environ
 
 
 def _said(*arguments: str) -> tuple[int, str]:

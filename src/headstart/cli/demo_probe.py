@@ -41,10 +41,8 @@ def main() -> None:
 
 
 def answer(request: ProbeRequest) -> Probed:
-    from headstart.config import CacheConfig, Config, prefer_sleeping_threads
-
-    prefer_sleeping_threads()  # as `serve` does, before the tensor library is imported
     from headstart.cli.opening import open_model
+    from headstart.config import CacheConfig, Config
     from headstart.engine.base import GenerationRequest, MeasuredEngine, TokenEvent
     from headstart.engine.exactness import same_tokens
 

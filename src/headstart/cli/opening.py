@@ -15,7 +15,7 @@ from headstart.api.keys import Key, read_keys
 from headstart.api.served import Served
 from headstart.api.shared import SharedFile, SharedPrefixes
 from headstart.cli.progress import OnProgress
-from headstart.config import CacheConfig, Config, parse_quotas
+from headstart.config import CacheConfig, Config, parse_quotas, prefer_sleeping_threads
 from headstart.engine.base import Engine, Sampling
 from headstart.engine.handoff import opened
 from headstart.engine.models import ModelFolder, resolve_model
@@ -48,6 +48,7 @@ def _refuse_roles(config: Config, what: str) -> None:
 
 
 def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
+    prefer_sleeping_threads()  # libllama's stay awake within a pass: they meet a thousand times in it
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
         _import_libraries()

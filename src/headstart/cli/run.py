@@ -12,7 +12,6 @@ import click
 
 from headstart.cli.progress import shown_progress
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import prefer_sleeping_threads
 from headstart.errors import HeadstartError
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def run(
 ) -> None:
     """Answer PROMPT ("-" reads it from standard input)."""
     config = chosen_config(config_file, flags)
-    prefer_sleeping_threads()
     from headstart.cli.opening import open_model
 
     messages = [{"role": "system", "content": system}] if system else []

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import config_file_of, prefer_sleeping_threads
+from headstart.config import config_file_of
 
 
 @click.command()
@@ -22,7 +22,6 @@ def serve(model: str | None, named: str | None, config_file: Path | None, **flag
         raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
     named_model = named if model is None else model
     config = chosen_config(config_file, flags, model=named_model)
-    prefer_sleeping_threads()
     from headstart.cli import serving
     from headstart.cli.rule_follower import RuleFollower
 

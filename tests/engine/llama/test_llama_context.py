@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,30 @@ def test_alone_the_logits_behind_what_was_put_back_are_the_same_bits(context: Co
         context.put_in(1, memoryview(piece), number * 64, number * 64 + 64)
     got = _logits(context, Row(1, PROMPT[320:384], 320, True))[0]
     assert np.array_equal(got, wanted)
+
+
+def test_a_few_rows_behind_a_long_prefix_are_filled_up_to_a_tile_and_leave_nothing(
+    library: Library, gguf: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = Weights(library, gguf("llama"), gpu_layers=0)
+    context = Context(weights, cells=256, sequences=3, kv_type="f16", batch=256, ubatch=256, threads=1, flash=True)
+    missing = lambda rows, first: context._missing([Row(1, OTHER[:rows], first, wanted=True)])  # noqa: E731
+    assert [missing(rows, 100_000) for rows in (1, 16, 32, 63, 64)] == [0, 0, 32, 1, 0]
+    assert [missing(32, first) for first in (0, 50)] == [0, 0]
+    _logits(context, Row(1, PROMPT[:216], 0, True))
+    context.share(1, 2, 216)
+    rows = PROMPT[216:256]  # then every cell that may be asked for is held
+    assert context._tiles is not None
+    monkeypatch.setattr(context, "_tiles", replace(context._tiles, key_work=0))
+    wanted = _logits(context, Row(1, rows, 216, True))[0]
+    context.remove(1)
+    monkeypatch.setattr(context, "_tiles", replace(context._tiles, key_work=1 << 20))
+    got = _logits(context, Row(2, rows, 216, True))[0]
+    assert not np.array_equal(got, wanted), "another kernel"
+    assert np.abs(got - wanted).max() < 5e-3 * np.abs(wanted).max()
+    assert [context.end_of(number) for number in range(3)] == [0, 0, 256]
+    context.close()
+    weights.close()
 
 
 def test_a_beginning_that_is_shared_outlives_who_computed_it(context: Context) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,16 @@ from headstart.engine.llama import opening
 from headstart.errors import HeadstartError, ModelError
 
 Made = Callable[[Kind], Path]
+COMPUTE = """
+import sys
+from pathlib import Path
+from headstart.engine.llama.binding import Library
+from headstart.engine.llama.context import Context, Row
+from headstart.engine.llama.weights import Weights
+weights = Weights(Library(), Path(sys.argv[1]), gpu_layers=0)
+context = Context(weights, cells=256, sequences=2, kv_type="f16", batch=64, ubatch=64, threads=1, flash=True)
+context.compute([Row(1, [1, 2, 3], 0, wanted=True)])
+"""
 
 
 @pytest.mark.parametrize("part", [0.0001, 0.005, 0.02, 0.5, 0.99])
@@ -53,6 +65,43 @@ def test_an_unknown_architecture_is_named(gguf: Made, tmp_path: Path) -> None:
     assert raised.value.message == (
         f"{strange} has the architecture 'perceptron', which this libllama does not know; use a newer one"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("llama.block_count", 0, "n_layer_all > 0"),
+        ("llama.expert_used_count", 3, "n_expert_used_max <= hparams.n_expert"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "eps >= 0.0f"),  # only when it is computed with
+    ],
+)
+def test_a_file_over_which_libllama_ends_the_process_is_named_in_a_sentence(
+    key: str, value: float, why: str, tmp_path: Path
+) -> None:
+    file = make_gguf(tmp_path / "hostile.gguf", says={key: value})
+    done = subprocess.run([sys.executable, "-c", COMPUTE, file], capture_output=True, text=True, timeout=120, check=False)
+    said = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == ModelError.exit_code, done.stderr
+    assert said.startswith(f"headstart: libllama ended this process over {file}: GGML_ASSERT(")
+    assert why in said
+    assert said.endswith("; fetch the file again or give another")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("llama.attention.head_count", 3, "tensor 'blk.0.attn_q.weight' has wrong shape"),
+        ("llama.embedding_length", 1 << 31, "tensor 'token_embd.weight' has wrong shape"),
+        ("general.alignment", 3, "alignment 3 is not a power of 2"),
+        ("tokenizer.ggml.model", "nonsense", "unknown tokenizer: 'nonsense'"),
+    ],
+)
+def test_a_file_whose_metadata_cannot_be_true_is_refused(key: str, value: int | str, why: str, tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "hostile.gguf", says={key: value})
+    with pytest.raises(ModelError) as raised:
+        opened(file, tmp_path)
+    assert raised.value.message.startswith(f"{file} cannot be loaded: {why}")
+    assert raised.value.message.endswith("; fetch the file again or give another")
 
 
 def test_a_file_larger_than_what_is_free_is_refused_before_it_is_read(

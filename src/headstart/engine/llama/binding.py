@@ -4,6 +4,10 @@ Structs are passed by value, so a wrong layout is a crash or a wrong answer. `Li
 library names, the defaults that it returns, byte for byte, and what one sampler does, before anything else is called; every
 other build is refused with a sentence. A build of the same llama.cpp for another device (CUDA, Metal, ROCm, Vulkan) is the same
 interface.
+
+What libllama takes for impossible, such as a file with no layers or more experts in use than there are, it does not refuse: it
+ends the process. That cannot be prevented from here, so the process at least ends with a sentence and the exit code of a model
+that cannot be run.
 """
 
 from __future__ import annotations
@@ -141,6 +145,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "model_get_vocab": (_P, (_P,)),
     "model_desc": (_I32, (_P, c.c_char_p, _SIZE)),
     "model_size": (c.c_uint64, (_P,)),
+    "model_n_params": (c.c_uint64, (_P,)),
+    "model_n_embd": (_I32, (_P,)),
+    "model_n_head": (_I32, (_P,)),
     "model_n_layer": (_I32, (_P,)),
     "model_n_ctx_train": (_I32, (_P,)),
     "model_n_swa": (_I32, (_P,)),
@@ -225,20 +232,24 @@ _CONTEXT_DEFAULTS: dict[str, float | bool] = {
 }
 
 _LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+_LAST_WORDS = c.CFUNCTYPE(None, c.c_char_p)
 
 
 class _Said:
-    """What libllama says. It has one log in a process and keeps the address of whom it tells, who therefore never goes."""
+    """What libllama says. It has one log in a process and keeps the address of whom it tells, who therefore never goes.
+    `file`: the model that was loaded last."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._errors: list[str] = []
+        self.file: Path | None = None
         self.callback = _LOG(self._told)
+        self.ended = _LAST_WORDS(self._ended)
 
     def errors(self) -> str:
         with self._lock:
             said, self._errors = self._errors, []
-        return "; ".join(dict.fromkeys(filter(None, (re.sub(r"^\w+: ", "", line).strip() for line in said))))
+        return "; ".join(dict.fromkeys(filter(None, (re.sub(r"^\w+: |(?<= ) +", "", line).strip() for line in said))))
 
     def _told(self, level: int, text: bytes, _: object) -> None:
         line = text.decode(errors="replace").rstrip()
@@ -247,6 +258,16 @@ class _Said:
                 self._errors = [*self._errors[-7:], line]
         if line:
             _log.debug("%s", line)
+
+    def _ended(self, text: bytes) -> None:
+        """Called where libllama gives up; once this returned it would abort, with a trace of its C."""
+        where, _, why = text.decode(errors="replace").partition(": ")
+        said = (
+            f"headstart: libllama ended this process over {self.file}: {why.strip()} ({os.path.basename(where)}); "
+            "fetch the file again or give another\n"
+        )
+        os.write(2, said.encode(errors="replace"))
+        os._exit(ModelError.exit_code)
 
 
 _SAID = _Said()
@@ -271,6 +292,9 @@ class Library:
             setattr(self, name, function)
         self.log_set(c.cast(_SAID.callback, c.c_void_p), None)
         self._check()
+        if (on_abort := getattr(self._dll, "ggml_set_abort_callback", None)) is not None:
+            on_abort.restype, on_abort.argtypes = c.c_void_p, (c.c_void_p,)
+            on_abort(c.cast(_SAID.ended, c.c_void_p))
         if path is not None:
             self._load_backends()
         self.backend_init()
@@ -284,6 +308,11 @@ class Library:
         """Name what the bytes of a state depend on: the version and the processor features or device it computes with."""
         features = str(self.print_system_info().decode(errors="replace"))
         return f"{self.version().decode(errors='replace')} {features}"
+
+    def about(self, file: Path) -> None:
+        """What the library says from now on is of that file."""
+        _SAID.file = file
+        _SAID.errors()
 
     def errors(self) -> str:
         """Return what the library said was wrong since this was last asked, in one line; "" for nothing."""

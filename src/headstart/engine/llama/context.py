@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.engine.llama.binding import KV_TYPES, PARTIAL_ONLY
+from headstart.engine.llama.tiles import TILE_ROWS, Tiles
 from headstart.engine.llama.weights import Weights
 from headstart.errors import HeadstartError, ModelError
 
 SCRATCH = 0
 MOST_SEQUENCES = 256  # of libllama's
+_TILED = ("f16", "f32")  # KV types; see `tiles`
 _HEADER_BYTES = 8  # of every state: what it is, and of which sequence
 
 
@@ -45,7 +47,8 @@ class Row:
 
 
 class Context:
-    """`cells`: tokens that all sequences hold together at most. Raises ModelError where there is no memory for them."""
+    """`cells`: tokens that all sequences hold together at most, besides those that fill a tile. `grain_rows`: rows of a prompt
+    are best computed by so many. Raises ModelError where there is no memory for them."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Context:
         self._vocabulary = weights.vocabulary.size
         self.recurrent = weights.recurrent
         params = lib.context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = cells, sequences, True
+        params.n_ctx, params.n_seq_max, params.kv_unified = cells + TILE_ROWS, sequences, True
         batch = max(batch, sequences)  # which libllama insists on, by aborting
         params.n_batch, params.n_ubatch = batch, max(sequences, min(batch, ubatch))
         params.n_threads = params.n_threads_batch = threads
@@ -86,6 +89,12 @@ class Context:
                 path=weights.file,
             )
         self._memory = lib.get_memory(self.pointer)
+        self._window = weights.window
+        self._tiles: Tiles | None = None
+        if self.flash_attention and kv_type in _TILED and weights.on_cpu and batch >= TILE_ROWS:
+            key_work = 2 * weights.layers * weights.width
+            self._tiles = Tiles(max(1, weights.heads), threads, row_work=weights.parameters, key_work=key_work)
+        self.grain_rows = TILE_ROWS if self._tiles is None else self._tiles.grain(min(batch, ubatch))
         self._batch = lib.batch_init(batch, 0, 1)
         self._tokens, self._positions, self._counts, self._wanted = (
             np.ctypeslib.as_array(part, shape=(batch,))
@@ -107,7 +116,9 @@ class Context:
         computed is then not there."""
         at, outputs = 0, []
         self._wanted[:] = 0
-        for row in rows:
+        missing = self._missing(rows)
+        filling = [Row(SCRATCH, [0] * missing, 0, wanted=False)] if missing else []
+        for row in (*rows, *filling):
             end = at + len(row.tokens)
             self._tokens[at:end] = row.tokens
             self._positions[at:end] = np.arange(row.first, row.first + len(row.tokens))
@@ -118,9 +129,18 @@ class Context:
                 outputs.append(end - 1)
             at = end
         self._batch.n_tokens = at
-        if code := self._lib.decode(self.pointer, self._batch):
+        code = self._lib.decode(self.pointer, self._batch)
+        if filling:
+            self.remove(SCRATCH)
+        if code:
             raise HeadstartError(f"libllama could not compute a pass of {at} tokens ({code}): {self._lib.errors()}")
         return outputs
+
+    def _missing(self, rows: Sequence[Row]) -> int:
+        """Return how many rows of nothing are worth computing beside these."""
+        if self._tiles is None or self.recurrent:
+            return 0
+        return self._tiles.missing([(len(row.tokens), min(row.first, self._window or row.first)) for row in rows])
 
     def logits(self, output: int) -> npt.NDArray[np.float32]:
         """Return float32 [vocabulary], libllama's own memory: good until the next pass."""

@@ -21,6 +21,7 @@ from headstart.metrics import Counters
 _log = logging.getLogger(__name__)
 
 _PASS_S = 2.0  # how long one pass over prompts may take: nobody is let in, aborted or answered meanwhile
+_GRAIN_S = 6.0  # and one of `Context.grain_rows`, of which smaller ones waste up to a third
 
 
 class Stepper(Steps[LlamaSequence]):
@@ -45,11 +46,13 @@ class Stepper(Steps[LlamaSequence]):
 
     @property
     def chunk_tokens(self) -> int:
-        """By what they were measured to take."""
-        token_s = self._pace.token_s
+        """By what they were measured to take, in whole grains where one may be waited for."""
+        token_s, grain = self._pace.token_s, self._context.grain_rows
         if not token_s:
             return min(self._most_tokens, 4 * BLOCK_TOKENS)
-        return min(self._most_tokens, max(1, int(_PASS_S / token_s) // BLOCK_TOKENS) * BLOCK_TOKENS)
+        if grain * token_s > _GRAIN_S:
+            grain = BLOCK_TOKENS
+        return min(self._most_tokens, max(1, int(_PASS_S / token_s) // grain) * grain)
 
     def step(self, work: Several[Work[LlamaSequence]]) -> None:
         """Compute `work`. What fails ends the requests of this step, and nothing else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Weights:
     ) -> None:
         self.library = library
         self.file = file
+        self.on_cpu = gpu_layers == 0
         _look_at(file)
         params = library.model_default_params()
         params.vocab_only = vocabulary_only
@@ -45,7 +47,7 @@ class Weights:
 
         callback = _PROGRESS(told)
         params.progress_callback = c.cast(callback, c.c_void_p)
-        library.errors()
+        library.about(file)
         pointer = library.model_load_from_file(os.fsencode(file), params)
         self._loaded: _Loaded | None = _Loaded(library, pointer) if pointer else None
         if stopped:
@@ -73,6 +75,20 @@ class Weights:
     @property
     def layers(self) -> int:
         return int(self.library.model_n_layer(self.pointer))
+
+    @property
+    def width(self) -> int:
+        """Numbers that stand for a token between layers."""
+        return int(self.library.model_n_embd(self.pointer))
+
+    @property
+    def heads(self) -> int:
+        """Of queries, in a layer; 0 without attention."""
+        return max(0, int(self.library.model_n_head(self.pointer)))
+
+    @property
+    def parameters(self) -> int:
+        return int(self.library.model_n_params(self.pointer))
 
     @property
     def context_tokens(self) -> int:
@@ -229,4 +245,8 @@ def _refused(file: Path, said: str) -> ModelError:
         return ModelError(f"{file} is not a whole GGUF file: it is truncated or damaged; {_FETCH}", path=file, said=said)
     if any(word in said for word in ("unable to allocate", "failed to allocate", "out of memory")):
         return ModelError(f"{file} does not fit into memory; take a smaller quantisation", path=file, said=said)
-    return ModelError(f"{file} cannot be loaded: {said or 'libllama gives no reason'}", path=file, said=said)
+    why = (
+        re.sub(r"error loading model(?: \w+)?: |\bcheck_tensor_dims: |; failed to load model$", "", said)
+        or "libllama gives no reason"
+    )
+    return ModelError(f"{file} cannot be loaded: {why}; {_FETCH} or give another", path=file, said=said)
