@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 
 from benchmarks import (
     attention,
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="once and small: does it run at all? Writes nothing")
     parser.add_argument("--tables", action="store_true", help="run nothing; write the tables of the stored results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started are ended
     names = options.names or list(BENCHMARKS)
     for name in () if options.tables else names:
         benchmark = BENCHMARKS[name]

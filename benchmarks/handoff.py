@@ -24,7 +24,7 @@ import httpx
 from benchmarks.harness import benchmark_home, paired_ratio, where_it_ran
 from headstart.cli.server_process import ServerProcess
 
-TOKENS = 4096
+TOKENS = 2048
 WAYS = ("shared memory", "TCP")
 _ANSWER = 16
 _BESIDE = 400  # tokens of the answer beside
@@ -42,7 +42,7 @@ class Answer:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-def run(*, smoke: bool = False, model: str = "smollm2-135m", tokens: int = TOKENS, rounds: int = 7) -> dict[str, Any]:
+def run(*, smoke: bool = False, model: str = "smollm2-135m", tokens: int = TOKENS, rounds: int = 5) -> dict[str, Any]:
     """Return what was measured, by way."""
     if smoke:
         tokens, rounds = 512, 1
@@ -85,6 +85,10 @@ def _measure(
                     "early": early / max(1.0, sent),
                     "mb": sent / 1e6,
                 }
+            )
+            print(
+                f"{way:13} {tokens} tokens, {number + 1} of {rounds}: {together.times[0]:.1f} s, {apart.times[0]:.1f} s",
+                flush=True,
             )
     return {way: _told(rows) for way, rows in seen.items()}
 

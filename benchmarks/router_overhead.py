@@ -211,7 +211,7 @@ def _route(urls: list[str], blocks: int, model: str, told: Connection) -> None:
         fleet = Fleet(max_workers=64, blocks=blocks + blocks // 20, poll_s=1.0, dead_after_s=10.0)
         renderer = Renderer.load(resolve_tokenizer(model, Path(_models()), on_progress=lambda *_: None), light=True)
         renderer.warm_up()
-        router = Router(fleet, Prompts(fleet.client, renderer=renderer))
+        router = Router(fleet, Prompts(fleet.connections, renderer=renderer))
         for url in urls:
             fleet.add(Address.parse(url))
         while len(fleet.able("fake")) < len(urls):

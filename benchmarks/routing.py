@@ -3,7 +3,8 @@
 Virtual time, so the figures do not depend on the machine; the engines are a few numbers (`simulate.fleet.LARGE_GPU`), the
 same for every rule, and what the rules know is the same. Loads: how much faster than recorded the requests come; the middle
 one fills a fleet to some nine tenths, the high one is more than it can do at once. Sessions are the 40 agent sessions, each
-several times with keys of its own, whose next turn waits for the answer before.
+twice with keys of its own, whose next turn waits for the answer before: the load brings them closer together, and they never
+fill a fleet, since people think for longer than it computes.
 """
 
 from __future__ import annotations
@@ -64,20 +65,24 @@ def table(result: dict[str, Any]) -> str:
 
 def _workloads(workers: int, *, smoke: bool) -> dict[str, dict[str, Trace]]:
     random = Random(1)
-    conversation = read(_TRACES / "conversation.jsonl.gz", limit=60 if smoke else None)
+    conversation = read(_TRACES / "conversation.jsonl.gz", limit=60 if smoke else 8000)
     sessions = read(_TRACES / "agent_sessions", limit=2 if smoke else None)
-    copies = 1 if smoke else workers // 8 + 1
     return {
         "conversation": {
             load: conversation.faster(factor) for load, factor in zip(LOADS, _CONVERSATION.get(workers, (1, 2, 3)), strict=True)
         },
         "agent sessions": {
-            load: repeated(sessions, times=copies, over_s=3600.0 / factor, random=random)
+            load: repeated(sessions, times=1 if smoke else 2, over_s=3600.0 / factor, random=random)
             for load, factor in zip(LOADS, _SESSIONS.get(workers, (1, 2, 3)), strict=True)
         },
         "one hot prefix": {
             load: hot_prefix(
-                requests=80 if smoke else 400 * workers, per_s=per_s * workers, shared=8192, own=1024, answer=200, random=random
+                requests=80 if smoke else min(200 * workers, 6400),
+                per_s=per_s * workers,
+                shared=8192,
+                own=1024,
+                answer=200,
+                random=random,
             )
             for load, per_s in zip(LOADS, (0.5, 3.0, 6.0), strict=True)
         },

@@ -134,11 +134,14 @@ def serving(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """Start vLLM on a free port and wait until it answers; kill it at the end. `python`: of the environment that it is in."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Start vLLM on `port`, or a free one, and wait until it answers; kill it at the end. `python`: of the environment that it
+    is in."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "it"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
     command += ["--max-model-len", "2048", "--max-num-batched-tokens", "512", *arguments]

@@ -267,6 +267,14 @@ class RouteConfig:
         float,
         Meta(gt=0, le=600, description="after which a worker that is silent is taken out; what waits there is sent on"),
     ] = 10.0
+    stuck_after_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="after which a worker that says it is well, but gets no further with what it has, is taken out",
+        ),
+    ] = 300.0
     patience_s: Annotated[
         float, Meta(ge=0, le=3600, description="how long a request waits for a worker while there is none that could take it")
     ] = 30.0

@@ -68,9 +68,18 @@ class Process:
 
 
 class Cluster:
-    """So many workers of one model, and a router in front."""
+    """So many workers of one model, and a router in front, or several that do not know of each other."""
 
-    def __init__(self, model: Path, place: Path, workers: int, *, words: Sequence[str] = (), route: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        place: Path,
+        workers: int,
+        *,
+        words: Sequence[str] = (),
+        route: Sequence[str] = (),
+        routers: int = 1,
+    ) -> None:
         self.workers = []
         for number in range(workers):
             own = ["serve", str(model), "--cache-directory", str(place / f"kv-{number}"), "--cache-capacity", "512MiB"]
@@ -79,26 +88,28 @@ class Cluster:
             self.workers.append(Process(own, place / f"worker-{number}.log", free_port()))
         named = [word for worker in self.workers for word in ("--worker", worker.url)]
         own = ["route", *named, "--tokenizer", str(model), "--usage-keep", "0", "--poll-s", "0.2", *route]
-        self.router = Process(own, place / "router.log", free_port())
+        self.routers = [Process(own, place / f"router-{number}.log", free_port()) for number in range(routers)]
+        self.router = self.routers[0]
         self.client = httpx.Client(timeout=READY_S, trust_env=False)
 
     def __enter__(self) -> Cluster:
-        for one in (*self.workers, self.router):
+        for one in (*self.workers, *self.routers):
             one.start()
-        eventually(lambda: self.ready() == len(self.workers), "every worker is ready")
+        for router in self.routers:
+            eventually(lambda router=router: self.ready(router) == len(self.workers), "every worker is ready")  # type: ignore[misc]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for one in (self.router, *self.workers):
+        for one in (*self.routers, *self.workers):
             one.kill()
         self.client.close()
         if error is not None:
-            for one in (self.router, *self.workers):
+            for one in (*self.routers, *self.workers):
                 print(one.log.name, one.said(), file=sys.stderr)
 
-    def told(self) -> dict[str, dict[str, Any]]:
+    def told(self, router: Process | None = None) -> dict[str, dict[str, Any]]:
         try:
-            answer = self.client.get(f"{self.router.url}/router/workers")
+            answer = self.client.get(f"{(router or self.router).url}/router/workers")
         except httpx.TransportError:
             return {}
         return {one["url"]: one for one in answer.json()["workers"]}
@@ -106,8 +117,8 @@ class Cluster:
     def state(self, worker: Process) -> str:
         return str(self.told().get(worker.url, {}).get("state"))
 
-    def ready(self) -> int:
-        return sum(one["state"] == "ready" for one in self.told().values())
+    def ready(self, router: Process | None = None) -> int:
+        return sum(one["state"] == "ready" for one in self.told(router).values())
 
 
 def question(number: int, words: int = 60) -> list[dict[str, str]]:

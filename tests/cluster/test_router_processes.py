@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.router_kit import Clients, Cluster, environment, eventually, killed_in_turn, question, streamed, whole
+from cluster.router_kit import Clients, Cluster, Process, environment, eventually, killed_in_turn, question, streamed, whole
 
 TOKENS = 24
 TINY = ("--kv-memory", "256MiB", "--cache-memory", "16MiB", "--deterministic", "--max-running", "4")
@@ -68,23 +68,49 @@ def test_a_worker_that_is_stopped_loses_its_requests_to_another_and_comes_back(t
         eventually(lambda: cluster.state(stopped) == "ready", "it is taken back")
 
 
+def reused(router: Process, number: int) -> dict[str, int]:
+    """Ask a long prompt; return of which worker its router thought that it has how much of it."""
+    body: dict[str, Any] = {"messages": question(number, 600), "max_tokens": 1, "temperature": 0}
+    answer = httpx.post(f"{router.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+    asked = {"request": answer.headers["x-request-id"]}
+    told = httpx.get(f"{router.url}/router/decisions", params=asked, trust_env=False).json()
+    return {one["worker"]: int(one["reused_tokens"]) for one in told["attempts"][0]["scores"]}
+
+
+@pytest.mark.cluster
+def test_two_routers_over_the_same_workers_agree_well_enough(tiny: Path, tmp_path: Path) -> None:
+    """They know nothing of each other: what one sent where, the other sees by events and by queues."""
+    with Cluster(tiny, tmp_path, 2, words=TINY, routers=2) as cluster:
+        one, other = cluster.routers
+        eventually(lambda: max(reused(one, 1).values()) > 600, "the one knows where the prompt is")
+        eventually(lambda: reused(other, 1) == reused(one, 1), "the other says the same")
+        right = [whole(cluster.workers[0].url, number, TOKENS) for number in range(12)]
+        before = [{url: told["requests"] for url, told in cluster.told(router).items()} for router in cluster.routers]
+        clients = [Clients(router.url, right, TOKENS, 8) for router in cluster.routers]
+        try:
+            for some in clients:
+                eventually(lambda some=some: some.answered > 60 or bool(some.wrong), "answers come")  # type: ignore[misc]
+        finally:
+            for some in clients:
+                some.end()
+        assert [some.wrong for some in clients] == [[], []]
+        after = [{url: told["requests"] for url, told in cluster.told(router).items()} for router in cluster.routers]
+        had = [sum(b[url] - a[url] for a, b in zip(before, after, strict=True)) for url in after[0]]
+        assert min(had) > sum(had) / 4  # of two workers neither is left to itself
+
+
 @pytest.mark.cluster
 def test_a_router_that_starts_anew_knows_what_workers_hold(tiny: Path, tmp_path: Path) -> None:
-    def reused(number: int) -> int:
-        body: dict[str, Any] = {"messages": question(number, 600), "max_tokens": 1, "temperature": 0}
-        answer = httpx.post(f"{cluster.router.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
-        asked = {"request": answer.headers["x-request-id"]}
-        told = httpx.get(f"{cluster.router.url}/router/decisions", params=asked, trust_env=False).json()
-        scores = told["attempts"][0]["scores"]
-        return max(int(one["reused_tokens"]) for one in scores)
+    def most(number: int) -> int:
+        return max(reused(cluster.router, number).values())
 
     with Cluster(tiny, tmp_path, 2, words=TINY) as cluster:
-        assert reused(1) == 0
-        eventually(lambda: reused(1) > 600, "it is known where the prompt is")
+        assert most(1) == 0
+        eventually(lambda: most(1) > 600, "it is known where the prompt is")
         cluster.router.kill()
         cluster.router.start()
         eventually(lambda: cluster.ready() == 2, "the router is there again")
-        eventually(lambda: reused(1) > 600, "it knows again")
+        eventually(lambda: most(1) > 600, "it knows again")
         # A worker that starts anew has its disk, and says so; one whose disk is new has nothing.
         for worker in cluster.workers:
             worker.kill()
@@ -93,4 +119,4 @@ def test_a_router_that_starts_anew_knows_what_workers_hold(tiny: Path, tmp_path:
             worker.words[worker.words.index("--cache-directory") + 1] = str(tmp_path / f"new-{number}")
             worker.start()
         eventually(lambda: cluster.ready() == 2, "they are there again")
-        assert reused(1) == 0
+        assert most(1) == 0

@@ -84,6 +84,7 @@ def routed(
     pool: Tier | None = None,
     headers: dict[str, str] | None = None,
     dead_after_s: float = 30.0,
+    stuck_after_s: float = 300.0,
     patience_s: float = 60.0,
     blocks: int = 10_000,
     **more: Any,
@@ -95,8 +96,16 @@ def routed(
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def serve() -> None:
-        fleet = Fleet(max_workers=64, blocks=blocks, poll_s=0.05, dead_after_s=dead_after_s, headers=headers, random=Random(0))
-        prompts = Prompts(fleet.client, renderer=renderer, pool=pool)
+        fleet = Fleet(
+            max_workers=64,
+            blocks=blocks,
+            poll_s=0.05,
+            dead_after_s=dead_after_s,
+            stuck_after_s=stuck_after_s,
+            headers=headers,
+            random=Random(0),
+        )
+        prompts = Prompts(fleet.connections, renderer=renderer, pool=pool)
         router = Router(fleet, prompts, accounts=accounts, patience_s=patience_s, **more)
         for url in urls:
             fleet.add(Address.parse(url))

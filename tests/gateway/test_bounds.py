@@ -46,7 +46,8 @@ def test_a_million_different_prefixes_take_no_more_memory_than_some() -> None:
         keys = draw.integers(1, 1 << 63, 2_000).astype(np.uint64)
         decision = routing.choose(keys, tokens=128_000, now_s=number * 0.01)
         assert decision is not None
-        routing.sent(str(number), decision, keys, tokens=128_000, now_s=number * 0.01)
+        routing.sent(str(number), decision, tokens=128_000, now_s=number * 0.01)
+        routing.presume(decision.worker, keys)
         asked = Asked(str(number), "", 0.0, "m", 128_000, "tokenizer")
         decisions.keep(asked)
         asked.attempts.append(Attempt(decision, {}))

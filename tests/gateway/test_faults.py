@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -176,6 +177,80 @@ def test_a_client_that_leaves_ends_its_request_at_the_worker(worker: Running) ->
             eventually(lambda: len(worker.engine.aborted) >= len(worker.engine.submitted))
         eventually(lambda: router.router.in_flight == 0)
     worker.engine.gate.set()
+
+
+def test_a_worker_whose_engine_hangs_though_it_says_that_it_is_well_loses_its_requests_and_comes_back() -> None:
+    with ExitStack() as stack:
+        engine = FakeEngine()
+        engine.gate.clear()
+        hanging = stack.enter_context(running(engine))
+        good = stack.enter_context(running(FakeEngine()))
+        router = stack.enter_context(routed([hanging.url], stuck_after_s=0.3))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 1)
+        answers: list[str] = []
+        asking = threading.Thread(target=lambda: answers.append(text_of(client)))
+        asking.start()
+        eventually(lambda: len(engine.submitted) == 1)
+        router.add(good.url)
+        asking.join(60)
+        assert answers == [text_of(client)]
+        told = router.workers()[hanging.url]
+        assert told["state"] == "down"
+        assert "no further with 1 requests" in told["why"]
+        eventually(lambda: len(engine.submitted) == 2)  # it is asked for a token, in vain
+        assert router.workers()[hanging.url]["state"] == "down"
+        engine.gate.set()
+        eventually(lambda: router.workers()[hanging.url]["state"] == "ready")
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_what_one_worker_does_not_have_is_asked_of_another_and_of_that_one_no_more(status: int) -> None:
+    with Fake(lambda path, body: http(status, b'{"detail": "Not Found"}')) as old, routed([old.url]) as router:
+        eventually(lambda: router.ready() == 1)
+        alone = httpx.post(f"{router.url}/v1/chat/completions", json=ASKED)
+        assert (alone.status_code, alone.json()) == (status, {"detail": "Not Found"})  # nobody knows better
+        with Fake(well) as new, router.client() as client:
+            router.add(new.url)
+            assert [text_of(client, stream=streams) for streams in (False, True) * 4] == ["all is well"] * 8
+            assert (old.posts(), router.workers()[old.url]["failures"]) == (1, 0)
+
+
+def test_what_no_worker_has_is_asked_of_three() -> None:
+    unknown = http(404, b'{"error": {"message": "there is no adapter x", "type": "invalid_request_error", "code": "x"}}')
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(Fake(lambda path, body: unknown)) for _ in range(5)]
+        router = stack.enter_context(routed([one.url for one in fakes]))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 5)
+        with pytest.raises(openai.NotFoundError, match="there is no adapter x"):
+            text_of(client)
+        assert sum(one.posts() for one in fakes) == 3
+
+
+def test_a_router_sees_what_another_sends() -> None:
+    """Each knows only its own requests, and of the rest what workers say of their queues."""
+    with ExitStack() as stack:
+        engines = [FakeEngine(), FakeEngine()]
+        engines[0].gate.clear()
+        busy, free = (stack.enter_context(running(engine)) for engine in engines)
+        one = stack.enter_context(routed([busy.url]))
+        other = stack.enter_context(routed([busy.url, free.url]))
+        eventually(lambda: one.ready() == 1 and other.ready() == 2)
+        sending = [
+            threading.Thread(target=lambda: httpx.post(f"{one.url}/v1/chat/completions", json=ASKED, timeout=60))
+            for _ in range(6)
+        ]
+        for thread in sending:
+            thread.start()
+        eventually(lambda: other.workers()[busy.url]["running"] == 6)
+        client = stack.enter_context(other.client())
+        for number in range(6):
+            client.chat.completions.create(model="fake", messages=[{"role": "user", "content": f"number {number}"}])
+        assert (len(engines[0].submitted), len(engines[1].submitted)) == (6, 6)
+        engines[0].gate.set()
+        for thread in sending:
+            thread.join(60)
 
 
 def test_tenants_are_known_to_workers_that_trust_the_router_and_usage_is_counted_once(tmp_path: Path) -> None:

@@ -136,11 +136,26 @@ def test_token_ids_that_are_none_are_the_worker_s_to_refuse(ids: list[int], open
     assert json.loads(worker.asked[-1][1])["prompt"] == ids
 
 
-def test_headers_pass_as_they_are(open_router: tuple[Routed, Fake]) -> None:
-    router, _ = open_router
-    headers = {"x-headstart-session": "\xe9t\xe9".encode("latin-1")}
+@pytest.mark.parametrize("session", ["\xe9t\xe9".encode(), "\xe9t\xe9".encode("latin-1")], ids=["UTF-8", "Latin-1"])
+def test_headers_pass_as_they_are(session: bytes, open_router: tuple[Routed, Fake]) -> None:
+    router, worker = open_router
+    headers = {"x-headstart-session": session}
     answer = httpx.post(f"{router.url}/v1/chat/completions", json=ASKED, headers=headers, timeout=60)  # type: ignore[arg-type]
     assert answer.status_code == 200, answer.text
+    # What is no UTF-8 is not lost, but becomes it: HTTP's header values have no other encoding any more.
+    assert worker.heads[-1]["x-headstart-session"].encode("latin-1") == "\xe9t\xe9".encode()
+    ours = {"host", "content-length", "content-type", "x-request-id", "accept", "x-headstart-session"}
+    assert worker.heads[-1].keys() <= ours
+
+
+def test_a_long_body_passes_as_it_is(open_router: tuple[Routed, Fake]) -> None:
+    router, worker = open_router
+    body = json.dumps(ASKED | {"messages": [{"role": "user", "content": "so long that it goes in pieces, " * 30_000}]}).encode()
+    kind = {"content-type": "application/json"}
+    answer = httpx.post(f"{router.url}/v1/chat/completions", content=body, headers=kind, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert worker.asked[-1][1] == body
+    assert worker.heads[-1]["content-length"] == str(len(body))
 
 
 def test_names_without_an_end_are_not_kept(open_router: tuple[Routed, Fake]) -> None:

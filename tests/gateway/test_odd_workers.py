@@ -7,9 +7,11 @@ import errno
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import httpx
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from gateway.fakes import STREAM, Fake, chunk, completion, stream
 from gateway.gateway_kit import routed
 from headstart.errors import ConfigError
 from headstart.gateway.asking import Unwell, ask
+from headstart.gateway.connections import Answer, Connections
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import BlockStored, Translator
@@ -35,12 +38,23 @@ def well(path: str, body: bytes) -> Any:
     return stream("all ", "is ", "well") if json.loads(body).get("stream") else completion("all is well")
 
 
-def told(answer: Callable[[httpx.Request], httpx.Response]) -> Report:
-    async def run() -> Report:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await ask(client, Address.of("http://worker:1"), {}, None)
+class Saying(Connections):
+    """To a worker that says of each path what `answer` does."""
 
-    return asyncio.run(run())
+    def __init__(self, answer: Callable[[str], Answer]) -> None:
+        super().__init__(connect_s=1.0)
+        self._answer = answer
+
+    async def ask(self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
+        return self._answer(urlsplit(url).path)
+
+
+def told(answer: Callable[[str], Answer]) -> Report:
+    return asyncio.run(ask(Saying(answer), Address.of("http://worker:1"), {}, None))
+
+
+def test_what_a_worker_of_ours_says_is_taken() -> None:
+    assert told(lambda path: Answer(200, "application/json", json.dumps(OURS).encode())).ready
 
 
 @pytest.mark.parametrize(
@@ -58,7 +72,7 @@ def told(answer: Callable[[httpx.Request], httpx.Response]) -> Report:
 )
 def test_what_a_worker_of_ours_would_not_say_makes_it_unwell(more: dict[str, Any]) -> None:
     with pytest.raises(Unwell):
-        told(lambda request: httpx.Response(200, json=OURS | more))
+        told(lambda path: Answer(200, "application/json", json.dumps(OURS | more).encode()))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +82,9 @@ def test_what_a_worker_of_ours_would_not_say_makes_it_unwell(more: dict[str, Any
 def test_what_no_other_server_would_say_makes_it_unwell(path: str, content: str) -> None:
     usual = {"/health": "", "/metrics": "", "/v1/models": '{"data": [{"id": "tiny"}]}', path: content}
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        found = usual.get(request.url.path)
-        return httpx.Response(404) if found is None else httpx.Response(200, text=found)
+    def answer(path: str) -> Answer:
+        found = usual.get(path)
+        return Answer(404 if found is None else 200, "text/plain", (found or "").encode())
 
     with pytest.raises(Unwell):
         told(answer)
@@ -78,8 +92,9 @@ def test_what_no_other_server_would_say_makes_it_unwell(path: str, content: str)
 
 @pytest.mark.parametrize(("number", "gone"), [(errno.ECONNREFUSED, True), (errno.EMFILE, False), (errno.ENETUNREACH, False)])
 def test_only_who_is_refused_is_gone(number: int, gone: bool) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("no connection") from OSError(number, "no")
+    def answer(path: str) -> Answer:
+        key: Any = None
+        raise aiohttp.ClientConnectorError(key, error := OSError(number, "no")) from error
 
     with pytest.raises(Unwell) as caught:
         told(answer)
@@ -92,8 +107,11 @@ def test_where_nothing_listens_it_is_gone(host: str) -> None:
         port = free.getsockname()[1]
 
     async def run() -> None:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            await ask(client, Address.of(f"http://{host}:{port}"), {}, None)
+        connections = Connections(connect_s=10.0)
+        try:
+            await ask(connections, Address.of(f"http://{host}:{port}"), {}, None)
+        finally:
+            await connections.close()
 
     with pytest.raises(Unwell) as caught:
         asyncio.run(run())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from headstart.policy.routing.disaggregation import LEAST_TOKENS, Wire, part
@@ -26,13 +24,13 @@ def test_a_busy_decoding_worker_has_long_prompts_computed_elsewhere() -> None:
 
 
 def test_equal_workers_with_nothing_to_do_stay_together() -> None:
-    assert part(replace(IDLE, worker=0), [IDLE], tokens=8000, wire=FAST) is None
+    assert part(IDLE._replace(worker=0), [IDLE], tokens=8000, wire=FAST) is None
 
 
 def test_a_short_rest_is_not_worth_the_way() -> None:
     assert part(BUSY, [IDLE], tokens=LEAST_TOKENS - 1, wire=FAST) is None
-    assert part(replace(BUSY, memory=7900), [IDLE], tokens=8000, wire=FAST) is None
-    assert part(replace(BUSY, pool=7900), [IDLE], tokens=8000, wire=FAST) is None
+    assert part(BUSY._replace(memory=7900), [IDLE], tokens=8000, wire=FAST) is None
+    assert part(BUSY._replace(pool=7900), [IDLE], tokens=8000, wire=FAST) is None
 
 
 def test_a_slow_wire_is_not_worth_it() -> None:
@@ -40,7 +38,7 @@ def test_a_slow_wire_is_not_worth_it() -> None:
 
 
 def test_a_long_queue_there_is_not_worth_it() -> None:
-    assert part(BUSY, [replace(IDLE, queued_s=60.0)], tokens=8000, wire=FAST) is None
+    assert part(BUSY, [IDLE._replace(queued_s=60.0)], tokens=8000, wire=FAST) is None
 
 
 def test_the_one_that_has_the_prompt_is_taken() -> None:
@@ -51,5 +49,5 @@ def test_the_one_that_has_the_prompt_is_taken() -> None:
 
 
 def test_a_worker_is_not_asked_to_compute_for_itself() -> None:
-    assert part(BUSY, [replace(BUSY, running=0)], tokens=8000, wire=FAST) is None
+    assert part(BUSY, [BUSY._replace(running=0)], tokens=8000, wire=FAST) is None
     assert part(BUSY, [], tokens=8000, wire=FAST) is None

@@ -171,10 +171,10 @@ def test_a_session_may_stay_where_it_is_and_a_hot_prefix_may_not() -> None:
     spread = Spread()
     for turn in range(200):
         spread.sent(1000 + turn, 0, of=4)  # each turn ends at another block
-        assert spread.allows(1001 + turn, 0, of=4)
+        assert 0 in spread.among(1001 + turn, range(4))
     for _ in range(200):
-        spread.sent(7, next(worker for worker in range(4) if spread.allows(7, worker, of=4)), of=4)
-    assert not spread.allows(7, 0, of=4)
+        spread.sent(7, spread.among(7, range(4))[0], of=4)
+    assert 0 not in spread.among(7, range(4))
     assert spread.among(7, [0]) == [0]  # where there is nobody else
 
 
@@ -196,7 +196,7 @@ def test_a_prompt_goes_where_it_is_held_unless_the_queue_there_is_longer_than_co
     for number in range(40):
         cold = router.choose(prompt(5000 + number), tokens=2000, now_s=0.0, among=["a"])
         assert cold is not None
-        router.sent(f"cold {number}", cold, prompt(), tokens=2000, now_s=0.0)
+        router.sent(f"cold {number}", cold, tokens=2000, now_s=0.0)
     later = router.choose(keys, tokens=2000, now_s=0.0)
     assert later is not None
     assert later.worker == "b"
@@ -227,7 +227,7 @@ def test_the_books_are_empty_when_every_request_has_ended_in_whatever_order(seed
             keys = prompt(*range(1, random.randrange(2, 20)))
             decision = router.choose(keys, tokens=2000, now_s=now_s)
             assert decision is not None
-            router.sent(str(number), decision, keys, tokens=2000, now_s=now_s)
+            router.sent(str(number), decision, tokens=2000, now_s=now_s)
             open_[str(number)] = False
     for name in open_:
         router.finished(name, answer=5, now_s=now_s)
@@ -243,7 +243,7 @@ def test_a_worker_that_starts_anew_holds_nothing_and_its_unanswered_requests_can
     for name in ("answered", "waiting"):
         decision = router.choose(keys, tokens=200, now_s=0.0, among=["a"])
         assert decision is not None
-        router.sent(name, decision, keys, tokens=200, now_s=0.0)
+        router.sent(name, decision, tokens=200, now_s=0.0)
     router.stored("a", keys)
     router.first_token("answered", now_s=1.0)
     assert router.down("a") == ["waiting"]
@@ -259,7 +259,8 @@ def test_of_a_worker_without_events_what_is_sent_there_counts_as_held() -> None:
     keys = prompt(*range(1, 32))
     decision = router.choose(keys, tokens=2000, now_s=0.0)
     assert decision is not None
-    router.sent("one", decision, keys, tokens=2000, now_s=0.0)
+    router.sent("one", decision, tokens=2000, now_s=0.0)
+    router.presume(decision.worker, keys)
     router.first_token("one", now_s=1.0)
     router.finished("one", answer=1, now_s=2.0)
     again = router.choose(keys, tokens=2000, now_s=3.0)
@@ -277,7 +278,7 @@ def test_what_others_sent_there_is_known_by_what_the_worker_says() -> None:
         assert found is not None
         assert found.worker == "b"
         assert found.estimates["a"].wait_s > 100 * found.estimates["b"].wait_s
-    router.sent("own", found, prompt(), tokens=100, now_s=5.0)
+    router.sent("own", found, tokens=100, now_s=5.0)
     router.told("b", requests=1, waiting_tokens=100)  # which is our own
     views, _ = router.views(prompt(), now_s=5.0)
     b = next(view for view in views.values() if view.waiting == 1)

@@ -19,6 +19,8 @@ import httpx
 import pytest
 from benchmarks.vllm_server import Server, serving
 
+from cluster.router_kit import Clients, whole
+
 READY_S = 900.0  # a bound, for a busy machine
 SYSTEM = "What is the same in every request stands first. " * 30
 
@@ -44,6 +46,12 @@ class Routed:
     def states(self) -> list[str]:
         return [one["state"] for one in self.told("/router/workers")["workers"]]
 
+    def all_are(self, *states: str) -> bool:
+        try:
+            return set(self.states()) <= set(states)
+        except httpx.TransportError:
+            return False
+
     def until(self, true: Callable[[], bool]) -> None:
         ends = time.monotonic() + READY_S
         while not true():
@@ -60,43 +68,47 @@ def said(url: str, number: int) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-@pytest.fixture(scope="module")
-def routed(tiny_model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    model = tiny_model_folder("llama", hidden_size=256, head_dim=64, max_position_embeddings=4096)
-    place = tmp_path_factory.mktemp("routed")
-    ports = free_ports(5)
+class Fleet:
+    """Two vLLMs on ports that stay theirs, and a router that follows their KV events."""
 
-    def events(number: int) -> str:
-        endpoint, replay = (f"tcp://*:{port}" for port in ports[2 * number : 2 * number + 2])
-        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
-        return json.dumps(told)
-
-    with ExitStack() as stack, ThreadPoolExecutor(2) as starting:
-
-        def start(number: int) -> Server:
-            arguments = ("--kv-events-config", events(number))
-            return stack.enter_context(serving(model, log=place / f"vllm-{number}.log", arguments=arguments))
-
-        workers = list(starting.map(start, range(2)))
-        words = ["route", "--port", str(ports[4]), "--tokenizer", str(model), "--usage-keep", "0", "--poll-s", "0.2"]
+    def __init__(self, model: Path, place: Path, stack: ExitStack) -> None:
+        self._model = model
+        self._place = place
+        self._stack = stack
+        self._ports = free_ports(7)
+        with ThreadPoolExecutor(2) as starting:
+            workers = list(starting.map(self.started, range(2)))
+        words = ["route", "--port", str(self._ports[6]), "--tokenizer", str(model), "--usage-keep", "0", "--poll-s", "0.2"]
         for number, worker in enumerate(workers):
-            live, replay = ports[2 * number : 2 * number + 2]
+            live, replay = self._ports[2 * number : 2 * number + 2]
             words += ["--worker", f"{worker.url},events=tcp://127.0.0.1:{live},replay=tcp://127.0.0.1:{replay}"]
         log = place / "router.log"
         with log.open("wb") as output:
             process = subprocess.Popen([sys.executable, "-m", "headstart.cli", *words], stdout=output, stderr=output)
         stack.callback(process.wait)
         stack.callback(process.kill)
-        routed = Routed(f"http://127.0.0.1:{ports[4]}", process, log, workers)
+        self.routed = Routed(f"http://127.0.0.1:{self._ports[6]}", process, log, workers)
+        self.routed.until(lambda: self.routed.all_are("ready"))
 
-        def ready() -> bool:
-            try:
-                return routed.states() == ["ready", "ready"]
-            except httpx.TransportError:
-                return False
+    def started(self, number: int) -> Server:
+        """Start one, or start it anew."""
+        endpoint, replay = (f"tcp://*:{port}" for port in self._ports[2 * number : 2 * number + 2])
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
+        arguments = ("--kv-events-config", json.dumps(events))
+        log = self._place / f"vllm-{number}-{time.monotonic_ns()}.log"
+        return self._stack.enter_context(serving(self._model, log=log, arguments=arguments, port=self._ports[4 + number]))
 
-        routed.until(ready)
-        yield routed
+
+@pytest.fixture(scope="module")
+def model(tiny_model_folder: Any) -> Path:
+    folder: Path = tiny_model_folder("llama", hidden_size=256, head_dim=64, max_position_embeddings=4096)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
+    with ExitStack() as stack:
+        yield Fleet(model, tmp_path_factory.mktemp("routed"), stack).routed
 
 
 def test_the_answers_are_those_of_one_and_events_tell_who_holds_what(routed: Routed) -> None:
@@ -133,3 +145,27 @@ def test_one_that_is_killed_is_left_out_and_nothing_is_wrong(routed: Routed) -> 
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(lambda number: said(routed.url, number), range(6))) == right
     routed.until(lambda: sorted(routed.states()) == ["down", "ready"])
+
+
+@pytest.mark.soak
+def test_no_answer_is_wrong_while_a_vllm_is_killed_every_three_minutes(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        fleet = Fleet(model, tmp_path, stack)
+        routed = fleet.routed
+        right = [whole(routed.workers[0].url, number, 12) for number in range(24)]
+        assert [whole(routed.url, number, 12) for number in range(24)] == right
+        clients = Clients(routed.url, right, 12, 16)
+        try:
+            for turn in range(3):
+                begun_s, before = time.monotonic(), clients.answered
+                routed.until(lambda before=before: clients.answered > before + 16 or bool(clients.wrong))
+                os.killpg(routed.workers[turn % 2].process.pid, signal.SIGKILL)
+                routed.until(lambda: "down" in routed.states())
+                routed.workers[turn % 2] = fleet.started(turn % 2)
+                routed.until(lambda: routed.all_are("ready"))
+                while time.monotonic() < begun_s + 180 and not clients.wrong:
+                    time.sleep(1)
+        finally:
+            clients.end()
+        print(f"{clients.answered} answered, {clients.lost} streams lost midway")
+        assert not clients.wrong

@@ -89,22 +89,41 @@ class Bodies:
             self.held_bytes -= mine
 
 
+class WhileThere:
+    """Lets a block of code run while the client is there: where it goes away first the block is cancelled, and `gone` is true
+    behind it.
+
+        async with WhileThere(request.receive) as client:
+            …
+        if client.gone: …"""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._receive = receive
+
+    async def __aenter__(self) -> WhileThere:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watching = asyncio.ensure_future(self._watch())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._watching.cancel()
+        return self.gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._task.cancel()  # which waits inside the block, since this runs
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what `work` returns, or None, with the work cancelled and ended, when the client goes away first."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+    async with WhileThere(request.receive):
+        return await work
+    return None
 
 
 class RequestId:

@@ -39,7 +39,7 @@ def worker_state(service: Service, *, trusted: bool) -> dict[str, Any]:
         "context_tokens": info.context_tokens,
         "running": load.running,
         "waiting": load.waiting,
-        "counters": {name: count for name, count in load.counters.items() if name.endswith("_tokens")},
+        "counters": {name: count for name, count in load.counters.items() if name.endswith(("_tokens", "_bytes"))},
         "hit_tokens": _hit_tokens(load.counters, statistics),
     }
     if info.kv_bytes_per_token:

@@ -19,9 +19,8 @@ import click
 from headstart.cli.settings import chosen_config, config_options
 
 if TYPE_CHECKING:
-    import httpx
-
     from headstart.config import Config
+    from headstart.gateway.connections import Connections
     from headstart.gateway.prompts import Prompts
     from headstart.gateway.worker import Address
     from headstart.render import Renderer
@@ -76,9 +75,10 @@ async def _run(config: Config, addresses: list[Address], listener: socket.socket
         blocks=config.route.blocks,
         poll_s=config.route.poll_s,
         dead_after_s=config.route.dead_after_s,
+        stuck_after_s=config.route.stuck_after_s,
         headers={} if secret is None else {"authorization": f"Bearer {secret}"},
     )
-    prompts = await asyncio.to_thread(_prompts, config, fleet.client)
+    prompts = await asyncio.to_thread(_prompts, config, fleet.connections)
     aliases = parse_aliases(server.alias)
     router = Router(fleet, prompts, accounts=accounts, aliases=aliases, patience_s=config.route.patience_s)
     for address in addresses:
@@ -114,7 +114,7 @@ async def _run(config: Config, addresses: list[Address], listener: socket.socket
     return INTERRUPTED if stopped[:1] == [signal.SIGINT] else 0
 
 
-def _prompts(config: Config, client: httpx.AsyncClient) -> Prompts:
+def _prompts(config: Config, client: Connections) -> Prompts:
     """Return what makes tokens and keys, by the configured tokenizer and pool. Raises ModelError, ConfigError."""
     from headstart.api.shared import SharedFile, SharedPrefixes
     from headstart.gateway.prompts import Prompts

@@ -35,6 +35,10 @@ class Apart(Direct):
 
     @asynccontextmanager
     async def send(self, order: Order, *, but: Collection[str]) -> AsyncIterator[Sent]:
+        if not any(one.role in _COMPUTES for one in self.fleet.workers.values()):
+            async with super().send(order, but=but) as sent:
+                yield sent
+            return
         routing, clock, known = self.fleet.routing, self.fleet.clock, order.known
         id = f"{order.asked.request}#prompt{next(self._numbers)}"  # a client may use one name twice
         expected: asyncio.TimerHandle | None = None
@@ -47,7 +51,8 @@ class Apart(Direct):
             headers = dict(order.headers_for(worker))
             if attempt.parted is None:
                 return headers
-            routing.sent(id, attempt.parted, known.keys, tokens=known.tokens, now_s=clock())
+            routing.sent(id, attempt.parted, tokens=known.tokens, now_s=clock())
+            routing.presume(attempt.parted.worker, known.keys)
             return headers | {HEADER: attempt.prefill_at}
 
         try:

@@ -53,11 +53,12 @@ from headstart.gateway.bodies import field_of, limited, text_salt, with_more
 from headstart.gateway.decisions import Asked
 from headstart.gateway.forward import Flight
 from headstart.gateway.metrics import CONTENT_TYPE
-from headstart.gateway.passing import Passing, first_of
+from headstart.gateway.passing import Passing, as_said
 from headstart.gateway.router import Router
 from headstart.gateway.sending import Order, Refused, Said
 from headstart.gateway.worker import Worker
 
+_INLINE_BYTES = 4 * INLINE_BYTES  # a prompt of 32k tokens and more, whose way to a thread takes longer than its parsing
 _PASSED = (
     *("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate"),
     *("x-headstart-priority", "x-headstart-session", "x-headstart-retention"),
@@ -112,7 +113,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             able = fleet.able(router.meant(named if isinstance(named, str) else None))
             for worker in sample(able, min(2, len(able))):
                 try:
-                    return _as_said(await router.ask(worker, "POST", request.url.path, caller, body))
+                    return as_said(await router.ask(worker, "POST", request.url.path, caller, body))
                 except NoWorker:
                     continue
         raise NoWorker("no worker is there that could say; try again in a moment", code="no_worker", retry_after_s=2)
@@ -131,12 +132,12 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                 break
         if said is None:
             raise NoSuchReceipt(f"there is no request {id[:64]!r}, or its worker is gone", code="not_found")
-        return _as_said(said)
+        return as_said(said)
 
-    def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    def answering(dialect: Dialect) -> Callable[[Request], Awaitable[Response | Passing]]:
         return partial(answer, dialect)
 
-    async def answer(dialect: Dialect, request: Request) -> Response:
+    async def answer(dialect: Dialect, request: Request) -> Response | Passing:
         require_json(request.headers)
         router.require_open()
         caller = caller_of(request)
@@ -148,27 +149,17 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             ask, flight = await begun(dialect, request, account)
             if not ask.stream:
                 said = await unless_gone(request, flight.whole())
-                return await on_gone(request, ClientDisconnect()) if said is None else _as_said(said)
-            events = flight.stream(router.keepalive_s)
-            try:
-                first = await unless_gone(request, first_of(events))
-                if first is None:
-                    account.left()
-                    return await on_gone(request, ClientDisconnect())
-                streaming = True
-            finally:
-                if not streaming:
-                    await events.aclose()
+                return await on_gone(request, ClientDisconnect()) if said is None else as_said(said)
+            streaming = True
             return Passing(
                 flight,
-                events,
-                first[0],
                 lambda: dialect.shape(ask, _about(flight, account, request)),
+                quiet_s=router.keepalive_s,
                 stall_s=router.stall_s,
                 on_end=router.ended,
             )
         except Refused as refused:
-            return _as_said(refused.said)
+            return as_said(refused.said)
         except RequestError as error:
             if not account.closed:
                 router.metrics.ended("refused", first_token_s=None, retries=0)
@@ -190,7 +181,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         caller = account.caller
         with router.bodies.holding() as more:
             body = await read_body(request, more, most=caller.body_bytes(BODY_BYTES))
-            if len(body) <= INLINE_BYTES:
+            if len(body) <= _INLINE_BYTES:
                 ask = dialect.parse(body, request.headers)
             else:
                 ask = await asyncio.to_thread(dialect.parse, body, request.headers)
@@ -229,8 +220,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         path = request.url.path
         injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
         if injects:
-            work = partial(with_more, body, usage=True)
-            body = work() if len(body) <= INLINE_BYTES else await asyncio.to_thread(work)
+            body = with_more(body, usage=True)
         with ExitStack() as held:
             held.enter_context(router.unsent.holding())(len(body))
             unsent = held.pop_all()
@@ -314,7 +304,3 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
 def _about(flight: Flight, account: Account, request: Request) -> About:
     id = flight.seen.id or f"routed-{uuid.uuid4().hex}"
     return About(id, int(time.time()), account.model, request_id_of(request.scope))
-
-
-def _as_said(said: Said) -> Response:
-    return Response(said.content, said.status, dict(said.headers))

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 from headstart.errors import ConfigError
+from headstart.gateway.connections import Answer, Connections
 from headstart.gateway.worker import Address, Handoff, Report, Role, endpoint_seen_from, with_guesses
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _STARTED = "process_start_time_seconds"
-_MOST_BYTES = 64 << 20
+_ENGINES = ("vllm:", "sglang:")
 _COSTS = {"prefill": 2, "step": 3, "disk": 2, "pool": 2}  # how many a speed has
 _NONSENSE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, msgspec.MsgspecError)
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? ([-+0-9.eE]+|NaN)(?: \d+)?$", re.MULTILINE | re.ASCII)
@@ -48,6 +49,7 @@ class _Told(msgspec.Struct):
     waiting_tokens: int | None = None
     context_tokens: int | None = None
     kv: dict[str, int] = {}
+    counters: dict[str, int] = {}
     speeds: dict[str, Any] = {}
     roots: dict[str, str] = {}
     representation: str = ""
@@ -58,22 +60,22 @@ class _Told(msgspec.Struct):
     handoff: _Handoff | None = None
 
 
-async def ask(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
+async def ask(client: Connections, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
     """Return how a worker is. `known`: what it said before, of which names are taken over where it is the same process. Raises
     Unwell."""
     try:
         if known is None or known.ours:
             response = await _get(client, f"{address.url}/v1/headstart/worker", headers)
-            if response.status_code == 200:
+            if response.status == 200:
                 return _ours(response.content, address)
-            if response.status_code in (401, 403):
-                raise Unwell(f"it refuses the router's key (HTTP {response.status_code}); give both the same server.router_key")
+            if response.status in (401, 403):
+                raise Unwell(f"it refuses the router's key (HTTP {response.status}); give both the same server.router_key")
         return await _foreign(client, address, headers, known)
-    except httpx.ConnectError as error:
-        raise Unwell(f"nothing answers at {address.url}: {error}", gone=_refused(error)) from error
-    except httpx.TimeoutException as error:
+    except aiohttp.ServerTimeoutError as error:
         raise Unwell("it does not answer in time") from error
-    except (httpx.HTTPError, ConfigError, *_NONSENSE) as error:
+    except aiohttp.ClientConnectorError as error:
+        raise Unwell(f"nothing answers at {address.url}: {error.os_error}", gone=_refused(error)) from error
+    except (aiohttp.ClientError, ConfigError, *_NONSENSE) as error:
         raise Unwell(f"it answers what cannot be read: {type(error).__name__}: {str(error)[:256]}") from error
 
 
@@ -90,23 +92,8 @@ def _refused(error: BaseException) -> bool:
     return False
 
 
-async def answer_of(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
-    """Return a whole answer: status, kind and content. Raises ValueError for one without end."""
-    response = await client.send(request, stream=True)
-    try:
-        content = bytearray()
-        async for part in response.aiter_bytes():
-            content += part
-            if len(content) > _MOST_BYTES:
-                raise ValueError(f"{request.url} answers more than {_MOST_BYTES >> 20} MiB")
-    finally:
-        await response.aclose()
-    kind = response.headers.get("content-type", "application/json")
-    return httpx.Response(response.status_code, headers={"content-type": kind}, content=bytes(content))
-
-
-async def _get(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> httpx.Response:
-    return await answer_of(client, client.build_request("GET", url, headers=headers))
+async def _get(client: Connections, url: str, headers: Mapping[str, str]) -> Answer:
+    return await client.ask("GET", url, headers=headers)
 
 
 def _ours(content: bytes, address: Address) -> Report:
@@ -129,6 +116,7 @@ def _ours(content: bytes, address: Address) -> Report:
         waiting_tokens=told.waiting_tokens,
         kv_tokens=told.kv.get("capacity_tokens") or None,
         kv_used=told.kv.get("used_tokens"),
+        progress=hash((told.running, told.waiting, told.waiting_tokens, *told.kv.items(), *told.counters.items())),
         speeds=with_guesses(_speeds(told.speeds), token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
         roots={name: bytes.fromhex(root) for name, root in told.roots.items()},
         representation=bytes.fromhex(told.representation) or None,
@@ -159,16 +147,19 @@ def _handoff(told: _Handoff, address: Address) -> Handoff:
     return Handoff(told.role, addresses, told.takes, told.bytes_per_s)
 
 
-async def _foreign(client: httpx.AsyncClient, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
+async def _foreign(client: Connections, address: Address, headers: Mapping[str, str], known: Report | None) -> Report:
     health = await _get(client, f"{address.url}/health", headers)
-    if health.status_code == 404:  # not every server has one
+    if health.status == 404:  # not every server has one
         health = await _get(client, f"{address.url}/v1/models", headers)
-    if health.status_code != 200:
+    if health.status != 200:
         return Report(ours=False, ready=False, models=() if known is None else known.models)
     metrics = await _get(client, f"{address.url}/metrics", headers)
     sums: dict[str, float] = {}
-    if metrics.status_code == 200:
-        for name, value in _SAMPLE.findall(metrics.text):
+    told: list[tuple[str, str]] = []  # of the engine
+    if metrics.status == 200:
+        for name, value in _SAMPLE.findall(metrics.content.decode(errors="replace")):
+            if name.startswith(_ENGINES):
+                told.append((name, value))
             if name in _RUNNING or name in _WAITING or name == _STARTED:
                 sums[name] = sums.get(name, 0.0) + float(value)
     instance = str(sums.get(_STARTED, ""))
@@ -182,17 +173,16 @@ async def _foreign(client: httpx.AsyncClient, address: Address, headers: Mapping
         models=models,
         running=_first(sums, _RUNNING),
         waiting=_first(sums, _WAITING),
+        progress=hash(tuple(told)) if told else None,
         events=None if address.events is None else (address.events, address.replay or ""),
         context_tokens=context,
     )
 
 
-async def _models(
-    client: httpx.AsyncClient, address: Address, headers: Mapping[str, str]
-) -> tuple[tuple[str, ...], int | None]:
+async def _models(client: Connections, address: Address, headers: Mapping[str, str]) -> tuple[tuple[str, ...], int | None]:
     listed = await _get(client, f"{address.url}/v1/models", headers)
-    if listed.status_code != 200:
-        raise ValueError(f"it answers {listed.status_code} to /v1/models")
+    if listed.status != 200:
+        raise ValueError(f"it answers {listed.status} to /v1/models")
     models = msgspec.json.decode(listed.content)["data"]
     contexts = [one["max_model_len"] for one in models if isinstance(one.get("max_model_len"), int)]
     return tuple(str(one["id"]) for one in models), min(contexts, default=None)

@@ -36,12 +36,23 @@ def limited(ask: Ask) -> dict[str, str]:
 
 
 def with_more(body: bytes, *, usage: bool = False, salt: str | None = None) -> bytes:
-    """Return a body that asks for usage in its stream, and has this salt; all else as the client wrote it."""
-    content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    """Return a body that asks for usage in its stream, and has this salt; all else as the client wrote it.
+
+    What is put in goes to the end, so that nothing before it has to be read. Where the body may have such a field already it is
+    read and written again: of two of one name the last counts, but not in every parser."""
+    more: dict[str, object] = {}
     if usage:
-        options = msgspec.json.decode(content["stream_options"]) if "stream_options" in content else None
-        told = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-        content["stream_options"] = msgspec.Raw(msgspec.json.encode(told))
+        more["stream_options"] = {"include_usage": True}
     if salt is not None:
-        content["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
-    return msgspec.json.encode(content)
+        more["cache_salt"] = salt
+    if not more:
+        return body
+    escaped = salt is not None and b"\\u" in body  # a name can be written so, too
+    rest = body.rstrip()
+    if not escaped and not any(name.encode() in body for name in more) and rest.endswith(b"}") and b":" in rest:
+        return b"".join((memoryview(rest)[:-1], b",", memoryview(msgspec.json.encode(more))[1:]))
+    content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if usage and "stream_options" in content:
+        options = msgspec.json.decode(content["stream_options"])
+        more["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return msgspec.json.encode({**content, **more})

@@ -16,26 +16,27 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 
-import httpx
+import aiohttp
+import msgspec
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ConfigError, MissingExtra, RequestError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import PerWorker
+from headstart.gateway.connections import Connections
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
 from headstart.gateway.worker import Address, Report, Role, Worker
 from headstart.policy.routing.router import Routing
 
 log = logging.getLogger("headstart")
-_LET_GO_S = 0.1
 _NAMES_OF_A_BLOCK = 4  # other engines' blocks have 16 tokens, most of them
 _LEAST_NAMES = 1 << 14  # of one worker
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
 class Fleet:
-    """`headers`: that every request to a worker carries. `dead_after_s`: how long a worker may be silent."""
+    """`headers`: that every request to a worker carries. `dead_after_s`: how long a worker may be silent; `stuck_after_s`: and
+    how long it may have requests and get no further with any."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Fleet:
         blocks: int,
         poll_s: float,
         dead_after_s: float,
+        stuck_after_s: float = 300.0,
         headers: Mapping[str, str] | None = None,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -53,24 +55,21 @@ class Fleet:
         self.headers = dict(headers or {})
         self.changed = asyncio.Event()  # set, and replaced, whenever a worker may take what it could not before
         self.clock = clock
-        self._connections = PerWorker()
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=max(1.0, dead_after_s / 2)), transport=self._connections, trust_env=False
-        )
-        self.client.headers.clear()  # only what is passed on
+        self.connections = Connections(connect_s=max(1.0, dead_after_s / 2))
         self.follower: Follower | None = None
         self._max_workers = max_workers
         self._blocks = blocks
         self._poll_s = poll_s
         self._dead_after_s = dead_after_s
+        self._stuck_after_s = stuck_after_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
         self._no_events = False
         self._numbers = 0
 
     async def close(self) -> None:
         """Ask nobody any more. Twice is fine."""
-        tasks, self._tasks = [*self._tasks.values(), *self._closing], {}
+        tasks = [*self._tasks.values(), *(one.trying for one in self.workers.values() if one.trying is not None)]
+        self._tasks = {}
         for task in tasks:
             task.cancel()
         if tasks:
@@ -80,7 +79,7 @@ class Fleet:
                 self._leave(worker)
             await asyncio.to_thread(self.follower.close)
             self.follower = None
-        await self.client.aclose()
+        await self.connections.close()
 
     # Who there is.
 
@@ -111,17 +110,7 @@ class Fleet:
         worker.alive, worker.why_down = False, "it was removed"
         self._forget(worker)
         self._lose_flights(worker)
-        closing = asyncio.get_running_loop().create_task(self._disconnect(worker))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
         log.info("worker %s removed", worker.id)
-
-    async def _disconnect(self, worker: Worker) -> None:
-        """Close what is kept of a worker that was removed, once its requests have let go, unless it came back meanwhile."""
-        while worker.flights:
-            await asyncio.sleep(_LET_GO_S)
-        if worker.id not in self.workers:
-            await self._connections.forget(worker.address.url)
 
     async def drain(self, worker: Worker, timeout_s: float | None = None) -> None:
         """Give it nothing more and return when its requests have ended, or after `timeout_s`; then remove it."""
@@ -145,14 +134,15 @@ class Fleet:
         if worker.report is not None and worker.report.handoff is not None:
             try:
                 async with asyncio.timeout(self._dead_after_s):
-                    url = f"{worker.address.url}/v1/headstart/role"
-                    answer = await self.client.patch(url, json={"role": role}, headers=self.headers)
-            except (httpx.HTTPError, TimeoutError) as error:
+                    url, told = f"{worker.address.url}/v1/headstart/role", {**self.headers, "content-type": "application/json"}
+                    body = msgspec.json.encode({"role": role})
+                    answer = await self.connections.ask("PATCH", url, headers=told, body=body)
+            except (aiohttp.ClientError, TimeoutError) as error:
                 raise RequestError(
                     f"worker {worker.id} does not answer, so its role stays {worker.role}", param="role"
                 ) from error
-            if answer.status_code != 200:
-                why = answer.text[:512]
+            if answer.status != 200:
+                why = answer.content[:512].decode(errors="replace")
                 raise RequestError(f"worker {worker.id} refuses the role {role}: {why}", param="role")
         self.set_role(worker, role)
 
@@ -181,15 +171,27 @@ class Fleet:
     ) -> list[Worker]:
         """Return who could take a request for a model now; `but`: not these."""
         now_s = self.clock()
-        found = [one for one in self.workers.values() if one.id not in but and one.role in role and one.state(now_s) == "ready"]
-        named = [one for one in found if one.report is not None and model in one.report.models]
-        return named or (found if self.one_model else [])
+        found, named = [], []  # in one pass: with 64 workers this is done more than anything else
+        for one in self.workers.values():
+            if one.role in role and one.id not in but and one.state(now_s) == "ready":
+                found.append(one)
+                if one.report is not None and model in one.report.models:
+                    named.append(one)
+        return named or (found if found and self.one_model else [])
 
     @property
     def one_model(self) -> bool:
         """Whether all workers that are known serve the same, so that any name means it."""
         served = {one.report.models[:1] for one in list(self.workers.values()) if one.report is not None and one.report.models}
         return len(served) <= 1
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may be asked for now by its own name."""
+        now_s = self.clock()
+        return any(
+            one.report is not None and model in one.report.models and one.state(now_s) in ("ready", "draining")
+            for one in self.workers.values()
+        )
 
     def models(self) -> dict[str, Report]:
         """Return what may be asked for now, by name, with what one of its workers says."""
@@ -255,7 +257,7 @@ class Fleet:
         own = self.routing.requests(worker.id)
         try:
             async with asyncio.timeout(self._dead_after_s):
-                report = await ask(self.client, worker.address, self.headers, worker.report if worker.alive else None)
+                report = await ask(self.connections, worker.address, self.headers, worker.report if worker.alive else None)
         except (Unwell, TimeoutError) as error:
             why = str(error) or f"it has not answered for {self._dead_after_s:g} s"
             gone = isinstance(error, TimeoutError) or (isinstance(error, Unwell) and error.gone)
@@ -291,6 +293,7 @@ class Fleet:
             )
             self.wake()
         self.routing.measured(worker.id, speeds)
+        self._look_for_progress(worker, report, before)
         if report.running is not None:
             self.routing.told(
                 worker.id,
@@ -299,6 +302,44 @@ class Fleet:
                 kv_used=report.kv_used or 0,
                 own=own,
             )
+
+    def _look_for_progress(self, worker: Worker, report: Report, before: Report | None) -> None:
+        """Take out who says that it is well and gets no further with anything. Nothing tells that of engines that say nothing
+        of what they do."""
+        now_s = self.clock()
+        if before is None or report.progress is None or report.progress != before.progress or not worker.flights:
+            worker.moved_s = now_s
+        if not worker.stuck and now_s - worker.moved_s > self._stuck_after_s:
+            worker.stuck = True
+            worker.why_down = f"it got no further with {len(worker.flights)} requests for {self._stuck_after_s:g} s"
+            worker.failures += 1
+            log.warning("worker %s is taken out: %s", worker.id, worker.why_down)
+            self._lose_flights(worker)
+        if worker.stuck and worker.trying is None:
+            worker.trying = asyncio.get_running_loop().create_task(self._try(worker, report))
+
+    async def _try(self, worker: Worker, report: Report) -> None:
+        """Ask one that is stuck for a token, and take it back when that comes."""
+        asked = {"model": next(iter(report.models), None), "prompt": "1", "max_tokens": 1}
+        told = {**self.headers, "content-type": "application/json"}
+        try:
+            async with asyncio.timeout(self._stuck_after_s):
+                url = f"{worker.address.url}/v1/completions"
+                answer = await self.connections.ask("POST", url, headers=told, body=msgspec.json.encode(asked))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return
+        else:
+            if answer.status == 200:
+                self._free(worker)
+                log.info("worker %s is taken back: it answers again", worker.id)
+                self.wake()
+        finally:
+            worker.trying = None
+
+    def _free(self, worker: Worker) -> None:
+        """It is not stuck, or not known to be any more."""
+        worker.stuck = False
+        worker.moved_s = self.clock()
 
     def _lose(self, worker: Worker, why: str) -> None:
         if worker.alive:
@@ -312,6 +353,10 @@ class Fleet:
             lost()
 
     def _forget(self, worker: Worker) -> None:
+        self._free(worker)
+        if worker.trying is not None:
+            worker.trying.cancel()
+        worker.lacks.clear()
         self._leave(worker)
         self.routing.down(worker.id)
 

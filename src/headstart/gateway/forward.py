@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from headstart.api.accounts import Account
 from headstart.api.errors import DeadlinePassed, GenerationFailed, NoWorker, TooManyWaiting, WorkerFailed
 from headstart.errors import RequestError
 from headstart.gateway.answers import Garbled, Mark, Seen, events_of
+from headstart.gateway.connections import MOST_BYTES
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.metrics import Metrics
 from headstart.gateway.sending import Kind, Missed, Nobody, Order, Refused, Said, Sending, Sent
@@ -26,7 +27,6 @@ from headstart.gateway.sending import Kind, Missed, Nobody, Order, Refused, Said
 T = TypeVar("T")
 log = logging.getLogger("headstart")
 
-MOST_BYTES = 64 << 20  # of an answer in one piece
 _BROKEN = 3  # workers that may fail on one request: it may be the request
 _LOOK_S = 0.25
 _HELD_BYTES = 1 << 20  # of events that open a stream; with more it has begun
@@ -139,11 +139,11 @@ class Flight:
             except Missed as missed:
                 last = missed
                 but.add(missed.worker.id)
-                broken += missed.kind is Kind.BROKE
+                broken += missed.kind in (Kind.BROKE, Kind.LACKING)
                 self.retries += 1
                 if missed.kind is Kind.BROKE:
                     fleet.failed(missed.worker, missed.why)
-                if missed.kind is not Kind.BUSY:
+                if missed.kind not in (Kind.BUSY, Kind.LACKING):
                     fleet.doubt(missed.worker)
                 if self.told:
                     raise WorkerFailed(
@@ -157,7 +157,7 @@ class Flight:
                         f"{broken} workers failed on this request, the last one: {_public(missed)}", code="workers_failed"
                     ) from missed
             except Nobody:
-                if last is not None and last.kind is Kind.BUSY and last.answer is not None:
+                if last is not None and last.kind in (Kind.BUSY, Kind.LACKING) and last.answer is not None:
                     raise Refused(last.answer) from last
                 if last is not None and last.kind is Kind.BUSY:
                     raise TooManyWaiting(
@@ -184,7 +184,7 @@ class Flight:
 
     async def _take_whole(self, sent: Sent) -> Said:
         said = await _said(sent)
-        _require_good(sent, said)
+        _require_good(sent, said, self.order.path)
         if not said.headers.get("content-type", "").startswith("application/json"):
             raise Missed(sent.worker, Kind.BROKE, "it answered something else than JSON")
         self._begin()
@@ -201,9 +201,9 @@ class Flight:
         return said
 
     async def _take_stream(self, sent: Sent) -> None:
-        if sent.response.status_code != 200:
+        if sent.response.status != 200:
             said = await _said(sent)
-            _require_good(sent, said)
+            _require_good(sent, said, self.order.path)
             raise Missed(sent.worker, Kind.BROKE, f"it answered {said.status} to a stream")
         if not sent.response.headers.get("content-type", "").startswith("text/event-stream"):
             raise Missed(sent.worker, Kind.BROKE, "it answered something else than events")
@@ -212,7 +212,7 @@ class Flight:
         held_bytes = 0
         named = False
         try:
-            async for event in events_of(sent.response.aiter_bytes()):
+            async for event in events_of(sent.response.content.iter_any()):
                 mark = self.seen.event(event)
                 if mark is Mark.OPENING and not self.told and held_bytes + len(event) <= _HELD_BYTES:
                     held.append(event)
@@ -290,22 +290,26 @@ async def _said(sent: Sent) -> Said:
     response = sent.response
     parts: list[bytes] = []
     size = 0
-    async for part in response.aiter_bytes():
+    async for part in response.content.iter_any():
         size += len(part)
         if size > MOST_BYTES:
             raise Missed(sent.worker, Kind.BROKE, f"it answered more than {MOST_BYTES >> 20} MiB")
         parts.append(part)
     headers = {name: response.headers[name] for name in _PASSED if name in response.headers}
-    return Said(response.status_code, headers, b"".join(parts))
+    return Said(response.status, headers, b"".join(parts))
 
 
-def _require_good(sent: Sent, said: Said) -> None:
+def _require_good(sent: Sent, said: Said, path: str) -> None:
     """Raise Missed for what another worker may do better, Refused for what every worker would say."""
     status = said.status
     if status == 200:
         return
     if status == 429:
         raise Missed(sent.worker, Kind.BUSY, "it is full", answer=said)
+    if status in (404, 405, 501):
+        if not _says_why(said):
+            sent.worker.lacks.add(path)
+        raise Missed(sent.worker, Kind.LACKING, f"it has no such thing ({status})", answer=said)
     if status == 503:
         raise Missed(sent.worker, Kind.UNREADY, "it takes nothing now (503)", answer=said)
     if status in (401, 403):
@@ -313,6 +317,15 @@ def _require_good(sent: Sent, said: Said) -> None:
     if (status >= 500 and status != 504) or status < 400:
         raise Missed(sent.worker, Kind.BROKE, f"it answered {status}", answer=said if status >= 500 else None)
     raise Refused(said)
+
+
+def _says_why(said: Said) -> bool:
+    """Whether the worker answers itself. What does not say so as a dialect does is the HTTP server's word that it has no such
+    path."""
+    try:
+        return isinstance(msgspec.json.decode(said.content, type=dict[str, Any]).get("error"), dict)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
 
 
 def _public(missed: Missed) -> str:

@@ -18,7 +18,7 @@ from functools import partial
 from random import sample
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 import msgspec
 import numpy as np
 
@@ -26,7 +26,7 @@ from headstart.api.ask import Ask
 from headstart.api.shared import SharedPrefixes
 from headstart.block.keys import BlockKey, chain, chain_keys
 from headstart.errors import RequestError, StoreError
-from headstart.gateway.asking import answer_of
+from headstart.gateway.connections import Connections
 from headstart.gateway.worker import Worker
 from headstart.policy.routing.holders import Keys, keys_of
 from headstart.render import Renderer
@@ -59,7 +59,7 @@ class Prompts:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: Connections,
         *,
         renderer: Renderer | None = None,
         rules: Collection[str] = RULES,
@@ -171,17 +171,16 @@ class Prompts:
             try:
                 content = await loop.run_in_executor(self._threads, self._question, ask)
                 told = {**headers, "content-type": "application/json"}
-                request = self._client.build_request("POST", f"{worker.address.url}/tokenize", content=content, headers=told)
                 async with asyncio.timeout(_ASK_S):
-                    response = await answer_of(self._client, request)
-                if response.status_code in (404, 405, 501):
+                    response = await self._client.ask("POST", f"{worker.address.url}/tokenize", headers=told, body=content)
+                if response.status in (404, 405, 501):
                     if len(self._mute) >= _MOST_MUTE:
                         self._mute.clear()
                     self._mute.add(process)
-                elif response.status_code == 200:
+                elif response.status == 200:
                     return await loop.run_in_executor(self._threads, _ids_of, response.content)
                 return None
-            except (httpx.HTTPError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
+            except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
                 continue
         return None
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from urllib.parse import quote
 
-import httpx
+import aiohttp
 
 from headstart.api.accounts import Accounts
 from headstart.api.behalf import headers_for
@@ -18,7 +18,6 @@ from headstart.api.keyring import Caller
 from headstart.api.plumbing import Bodies
 from headstart.api.streaming import STALL_S
 from headstart.gateway.apart import Apart
-from headstart.gateway.asking import answer_of
 from headstart.gateway.decisions import Decisions
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.metrics import Metrics
@@ -92,8 +91,10 @@ class Router:
     def meant(self, model: str | None) -> str | None:
         """Return the name that workers know. Raises ModelNotFound where there are several models and it is none."""
         name = self._aliases.get(model or "", model)
+        if self.fleet.serves(name):
+            return name
         models = self.fleet.models()
-        if name in models or ((self.fleet.one_model or not models) and len(name or "") <= _NAME_CHARACTERS):
+        if (self.fleet.one_model or not models) and len(name or "") <= _NAME_CHARACTERS:
             return name
         there = ", ".join(map(repr, sorted(models)))
         raise ModelNotFound(
@@ -144,16 +145,14 @@ class Router:
         self, worker: Worker, method: str, path: str, caller: Caller, body: bytes | None = None, *, timeout_s: float = _ASK_S
     ) -> Said:
         """Ask a worker for what is no generation. Raises NoWorker where it does not answer."""
-        request = self.fleet.client.build_request(
-            method, worker.address.url + quote(path), content=body, headers=self.headers(worker, caller)
-        )
+        url = worker.address.url + quote(path)
         try:
             async with asyncio.timeout(timeout_s):
-                response = await answer_of(self.fleet.client, request)
-        except (httpx.HTTPError, TimeoutError, ValueError) as error:
+                answer = await self.fleet.connections.ask(method, url, headers=self.headers(worker, caller), body=body)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             self.fleet.doubt(worker)
             raise NoWorker("the worker does not answer; try again in a moment", code="no_worker", retry_after_s=2) from error
-        return Said(response.status_code, {"content-type": response.headers["content-type"]}, response.content)
+        return Said(answer.status, {"content-type": answer.kind}, answer.content)
 
 
 def _is_name(id: str) -> bool:

@@ -17,20 +17,23 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-import httpx
+import aiohttp
 
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.prompts import Known
 from headstart.gateway.worker import Worker
 
+_PRESUMED_AFTER_S = 0.001
+
 
 class Kind(Enum):
-    """How a worker missed a request. REFUSED: it never had it. BUSY: it has no room. UNREADY: it is starting or ending. BROKE:
-    it had it and failed, or answered what is no answer."""
+    """How a worker missed a request. REFUSED: it never had it. BUSY: it has no room. LACKING: it has not what the request asks
+    for, and another may. UNREADY: it is starting or ending. BROKE: it had it and failed, or answered what is no answer."""
 
     REFUSED = auto()
     BUSY = auto()
+    LACKING = auto()
     UNREADY = auto()
     BROKE = auto()
 
@@ -88,7 +91,7 @@ class Sent:
     """A request at a worker. `alone`: nothing else was there when it came."""
 
     worker: Worker
-    response: httpx.Response
+    response: aiohttp.ClientResponse
     attempt: Attempt
     sent_s: float
     alone: bool
@@ -129,9 +132,13 @@ class Direct:
         id = f"{order.asked.request}#{next(self._numbers)}"
         now_s = fleet.clock()
         alone = not routing.requests(worker.id)
-        routing.sent(id, attempt.decision, known.keys, tokens=known.tokens, now_s=now_s)
+        routing.sent(id, attempt.decision, tokens=known.tokens, now_s=now_s)
+        # Once the request is on its way: of a long prompt it takes about as long as the choice.
+        asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, routing.presume, worker.id, known.keys)
         worker.requests += 1
         worker.resting.tries(now_s)
+        if not worker.flights:
+            worker.moved_s = now_s
         sent: Sent | None = None
         expected: asyncio.TimerHandle | None = None
         try:
@@ -152,7 +159,7 @@ class Direct:
                         sent = Sent(worker, response, attempt, now_s, alone, first)
                         yield sent
                     finally:
-                        await response.aclose()
+                        response.close()
                 finally:
                     worker.flights.pop(id, None)
         except Missed as missed:
@@ -161,13 +168,13 @@ class Direct:
         except Refused as refused:
             attempt.outcome = f"refused it ({refused.said.status})"
             raise
+        except aiohttp.ClientError as error:
+            attempt.outcome = why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            unheard = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            raise Missed(worker, Kind.REFUSED if unheard else Kind.BROKE, why) from error
         except TimeoutError as error:
             attempt.outcome = f"lost: {worker.why_down}"
             raise Missed(worker, Kind.BROKE, worker.why_down) from error
-        except httpx.HTTPError as error:
-            attempt.outcome = why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            kind = Kind.REFUSED if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else Kind.BROKE
-            raise Missed(worker, kind, why) from error
         except BaseException:
             attempt.outcome = "given up by its client"
             raise
@@ -184,6 +191,7 @@ class Direct:
     def _chosen(self, order: Order, but: Collection[str]) -> tuple[Worker, Attempt]:
         fleet, known = self.fleet, order.known
         able = fleet.able(order.model, but=but, role=("both", "decode")) or fleet.able(order.model, but=but)
+        able = [one for one in able if order.path not in one.lacks] or able  # who says so is the one to say it
         if order.pinned is not None:
             able = [one for one in able if one.id == order.pinned]
         if not able:
@@ -198,8 +206,10 @@ class Direct:
         return fleet.workers[decision.worker], Attempt(decision, self._left_out(names, but))
 
     def _left_out(self, names: Collection[str], but: Collection[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if len(names) == len(self.fleet.workers):
+            return found
         now_s = self.fleet.clock()
-        found = {}
         for one in self.fleet.workers.values():
             if one.id not in names:
                 state = one.state(now_s)
@@ -207,14 +217,9 @@ class Direct:
                 found[one.id] = state if state != "ready" else other
         return found
 
-    async def _begun(self, worker: Worker, order: Order) -> httpx.Response:
-        headers = [
-            (name.encode(), value.encode("latin-1")) for name, value in order.headers_for(worker).items()
-        ]  # as they came
-        request = self.fleet.client.build_request(
-            "POST", worker.address.url + order.path, content=order.body_for(worker), headers=headers
-        )
-        return await self.fleet.client.send(request, stream=True)
+    async def _begun(self, worker: Worker, order: Order) -> aiohttp.ClientResponse:
+        url = worker.address.url + order.path
+        return await self.fleet.connections.begin("POST", url, headers=order.headers_for(worker), body=order.body_for(worker))
 
     def _learn(self, sent: Sent, order: Order) -> None:
         """Note how long it took, for what is told of the worker and for what is expected of it."""

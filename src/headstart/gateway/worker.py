@@ -95,7 +95,8 @@ class Handoff:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker says when it is asked. `ours`: it is a server of ours; of others only what their metrics tell is known, and
-    None stands for the rest. `trusted`: it believes the router whose requests are. `speeds`: as far as they were measured."""
+    None stands for the rest. `progress`: another number whenever its engine got any further. `trusted`: it believes the router
+    whose requests are. `speeds`: as far as they were measured."""
 
     ours: bool
     ready: bool
@@ -106,6 +107,7 @@ class Report:
     waiting_tokens: int | None = None
     kv_tokens: int | None = None
     kv_used: int | None = None
+    progress: int | None = None
     speeds: Speeds | None = None
     roots: Mapping[str, bytes] = field(default_factory=dict)
     representation: bytes | None = None
@@ -171,7 +173,9 @@ class Measured:
 @dataclass(eq=False, slots=True)
 class Worker:
     """`report`: its latest, None before the first. `alive`: it answered lately. `flights`: for each request there what
-    is called when the worker is lost. `following`: whatever keeps its events, while they are followed."""
+    is called when the worker is lost. `moved_s`: when it was last seen to get further with what it has; `stuck`: that was too
+    long ago, and it has answered nothing since, though it says that it is well; `trying`: asks it for something meanwhile.
+    `lacks`: paths that it does not have. `following`: whatever keeps its events, while they are followed."""
 
     address: Address
     role: Role
@@ -189,6 +193,10 @@ class Worker:
     seen_ready: bool = False
     following: object | None = None
     flights: dict[str, Callable[[], None]] = field(default_factory=dict)
+    moved_s: float = 0.0
+    stuck: bool = False
+    trying: asyncio.Task[None] | None = None
+    lacks: set[str] = field(default_factory=set)
     doubted: asyncio.Event = field(default_factory=asyncio.Event)  # set to have it asked at once
     first_tokens: Times = field(default_factory=Times)
     tokens: Times = field(default_factory=Times)
@@ -206,7 +214,8 @@ class Worker:
             return "starting"
         if self.draining:
             return "draining"
-        return "ready" if self.resting.may(now_s) else "down"
+        well = not self.stuck and (not self.resting.failures or self.resting.may(now_s))
+        return "ready" if well else "down"
 
     @property
     def ours(self) -> bool:
@@ -231,7 +240,7 @@ class Worker:
             "url": self.address.url,
             "role": self.role,
             "state": self.state(now_s),
-            "why": self.why_down if not self.alive else "",
+            "why": self.why_down if not self.alive or self.stuck else "",
             "models": list(report.models),
             "instance": report.instance,
             "in_flight": in_flight,

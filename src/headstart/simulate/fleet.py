@@ -145,7 +145,7 @@ class Simulation:
             views, key = self._routing.views(ask.keys, now_s=now_s)
             name = self._rule(views, ask.tokens, self._trace.block_tokens)
             decision = self._routing.decided(name, views, key, tokens=ask.tokens)
-        self._routing.sent(job.name, decision, ask.keys, tokens=ask.tokens, now_s=now_s)
+        self._routing.sent(job.name, decision, tokens=ask.tokens, now_s=now_s)
         self._jobs.append(job)
         self._requests[decision.worker] += 1
         self._tell(decision.worker, self._workers[decision.worker].take(job, now_s), now_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headstart.policy.speed import Speed
 
@@ -39,8 +40,7 @@ class Speeds:
         return -(-tokens // self.chunk_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """A worker as the router sees it when a request comes.
 
     Of the request's tokens it has the first `memory` in fast memory, the first `disk` there or on its own disk, the first

@@ -8,6 +8,7 @@ Nothing here has to survive a restart: who holds what comes from KV events, or f
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class _Worker:
     others_held: int = 0  # tokens of KV that they have
 
     def queued_s(self, now_s: float) -> float:
-        others_s = self.speeds.prefill_s(0, self.others_tokens)
+        others_s = self.speeds.prefill_s(0, self.others_tokens) if self.others_tokens else 0.0
         if not self.waiting:
             return others_s
         first = next(iter(self.waiting.values()))
@@ -67,8 +68,9 @@ class _Worker:
     def state(self, now_s: float) -> tuple[float, int, int, float]:
         """Return the row that `estimates` takes."""
         running = self.running + (0 if self.others_tokens else self.others)
-        room = self.room
-        return self.queued_s(now_s), running, self.context + self.others_held, float("inf") if room is None else room
+        queued_s = self.queued_s(now_s) if self.waiting or self.others_tokens else 0.0
+        room = math.inf if self.kv_tokens is None else self.kv_tokens - self.held - self.others_held
+        return queued_s, running, self.context + self.others_held, room
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Routing:
 
     def up(self, name: str, speeds: Speeds, *, now_s: float, kv_tokens: int | None = None, events: bool = True) -> None:
         """A worker has come, or come again: what it held before is forgotten. `events`: it says what it stores; of one that
-        does not, what is sent there counts as stored. Raises ValueError beyond the number of workers."""
+        does not, what is sent there is presumed to be stored. Raises ValueError beyond the number of workers."""
         if name in self._workers:
             self.down(name)
         if not self._free:
@@ -228,7 +230,7 @@ class Routing:
         chosen = estimate(views[worker], tokens=tokens, answer=int(self._answer), pressure=0.0)
         return Decision(worker, chosen, key, lambda: {worker: chosen})
 
-    def sent(self, request: str, decision: Decision, keys: Keys, *, tokens: int, now_s: float) -> None:
+    def sent(self, request: str, decision: Decision, *, tokens: int, now_s: float) -> None:
         """The request went where the decision says. Until it ends the worker counts as occupied with it."""
         worker = self._workers[decision.worker]
         if not worker.waiting:
@@ -239,7 +241,11 @@ class Routing:
         self._sent[request] = sent = _Sent(worker.number, tokens, tokens - chosen.reused)
         worker.waiting_tokens += sent.computed
         self._spread.sent(decision.key, worker.number, of=len(self._workers))
-        if not worker.events:
+
+    def presume(self, name: str, keys: Keys) -> None:
+        """What was sent to a worker that does not say what it stores counts as stored; of others nothing does."""
+        worker = self._workers.get(name)
+        if worker is not None and not worker.events:
             self.holders.add(worker.number, keys)
 
     def first_token(self, request: str, *, now_s: float) -> None:

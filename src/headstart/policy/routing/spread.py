@@ -20,27 +20,21 @@ class Spread:
     >>> spread = Spread()
     >>> for _ in range(40):
     ...     spread.sent(7, 0, of=4)
-    >>> [spread.allows(7, worker, of=4) for worker in range(4)]
-    [False, True, True, True]
+    >>> spread.among(7, range(4))
+    [1, 2, 3]
     """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[int, dict[int, float]] = OrderedDict()
 
-    def allows(self, key: int | None, worker: int, *, of: int) -> bool:
-        """Say whether the worker, one of `of`, may take one more request whose known part ends at `key`."""
-        counts = self._counts.get(key) if key is not None else None
-        if counts is None or of < 2:
-            return True
-        total = sum(counts.values())
-        return total < _ENOUGH * of or counts.get(worker, 0.0) + 1 <= _MOST * (total + 1) / of
-
     def among(self, key: int | None, workers: Sequence[int]) -> list[int]:
         """Return those of `workers` that may take it; all, where none may."""
         counts = self._counts.get(key) if key is not None else None
-        if counts is None or sum(counts.values()) < _ENOUGH * len(workers):
+        total = sum(counts.values()) if counts is not None else 0.0
+        if counts is None or total < _ENOUGH * len(workers):
             return list(workers)
-        return [worker for worker in workers if self.allows(key, worker, of=len(workers))] or list(workers)
+        most = _MOST * (total + 1) / len(workers) - 1
+        return [worker for worker in workers if counts.get(worker, 0.0) <= most] or list(workers)
 
     def sent(self, key: int | None, worker: int, *, of: int) -> None:
         """Such a request went to the worker."""
