@@ -13,6 +13,7 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, chain_keys
 from headstart.block.representation import Representation
 from headstart.tier.arena import HUGE_PAGE, Arena
+from headstart.tier.base import Tier
 from headstart.tier.disk import DiskTier
 
 IDENTITY = Identity(weights=b"\x22" * 32, architecture=b'{"model_type":"benchmark"}')
@@ -93,12 +94,16 @@ class Prefix:
     def write(self, directory: Path) -> QuietTier:
         """Return a tier that holds it."""
         tier = QuietTier.open(directory, capacity_bytes=4 * self.nbytes + (256 << 20))
+        self.fill(tier)
+        return tier
+
+    def fill(self, tier: Tier) -> None:
+        """Write it to a tier."""
         memory = touched(self.extent_bytes(), "extent")
         np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, memory.nbytes, np.uint8)
         for number in range(self.extents):
             outcome = tier.write(self.image(memory, number), self.representation)
             assert outcome.stored, outcome
-        return tier
 
 
 class Destination:

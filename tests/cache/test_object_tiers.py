@@ -61,14 +61,15 @@ def test_what_one_machine_saved_another_loads_from_the_bucket_and_then_from_its_
     assert (a.check(), b.check()) == ([], [])
 
 
-def test_flipped_bytes_in_the_bucket_are_computed_again_and_stored_again(machine: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["flipped", "cut"])
+def test_wrong_bytes_in_the_bucket_are_computed_again_and_stored_again(machine: Open, tmp_path: Path, what: str) -> None:
     kv = prompt(6401)
     save(machine("a"), kv)
     b = machine("b", capacity="0")
     for path in (tmp_path / "bucket" / "segments").rglob("*.seg"):
         data = bytearray(path.read_bytes())
         data[9000] ^= 1
-        path.write_bytes(data)
+        path.write_bytes(data if what == "flipped" else path.read_bytes()[:-8192])
     assert seen(b, kv)
     loaded = load(b, kv)
     assert loaded.wrong == []

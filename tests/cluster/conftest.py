@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import moosefs
 import pytest
+from benchmarks import moosefs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tier" / "pool"))
 

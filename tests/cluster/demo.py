@@ -16,7 +16,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import moosefs
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # it is run as a script, and `benchmarks` is not installed
+
+from benchmarks import moosefs
 
 from headstart.cli.demo import FIRST_QUESTION, QUESTIONS, messages_for
 from headstart.cli.server_process import Answer, ServerProcess

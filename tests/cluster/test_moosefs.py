@@ -7,8 +7,8 @@ import statistics
 from contextlib import ExitStack
 from pathlib import Path
 
-import moosefs
 import pytest
+from benchmarks import moosefs
 from pool_process import Process, eventually
 
 pytestmark = pytest.mark.cluster

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headstart.errors import StoreError
 from headstart.testing.fake_kv import aligned_bytes
 from headstart.tier.arena import is_aligned
-from headstart.transfer.buffers import Staging, flat, gather, scatter, split
+from headstart.transfer.buffers import Staging, fill_as_it_comes, flat, gather, scatter, split
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.lists(st.integers(0, 60), max_size=12))
@@ -24,6 +25,35 @@ def test_split_hands_out_every_byte_once_in_order(lengths: list[int], sizes: lis
     runs = split(buffers, sizes)
     assert [sum(part.nbytes for part in run) for run in runs] == sizes
     assert b"".join(bytes(part) for run in runs for part in run) == data[: sum(sizes)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(0, 40), max_size=3)), max_size=6),
+    st.lists(st.integers(0, 60), min_size=1, max_size=30),
+    st.integers(0, 9),
+)
+def test_what_comes_goes_where_it_belongs_or_is_missed(
+    places: list[tuple[int, list[int]]], chunks: list[int], begin: int
+) -> None:
+    """`places`: bytes that nobody wants, and the lengths of buffers behind them."""
+    data = bytes(i % 251 for i in range(sum(chunks)))
+    edges = np.cumsum([0, *chunks]).tolist()
+    targets, at = [], begin
+    for gap, lengths in places:
+        targets.append((at + gap, [memoryview(bytearray(n)) for n in lengths]))
+        at += gap + sum(lengths)
+    last = max(
+        (offset + sum(b.nbytes for b in buffers) for offset, buffers in targets if any(map(len, buffers))), default=begin
+    )
+    filled = fill_as_it_comes([data[a:b] for a, b in pairwise(edges)], targets, at=begin)
+    if last - begin > len(data):
+        with pytest.raises(StoreError, match="ended at byte"):
+            list(filled)
+        return
+    assert len(list(filled)) == len(targets)
+    for offset, buffers in targets:
+        wanted = data[offset - begin :]
+        assert b"".join(map(bytes, buffers)) == wanted[: sum(b.nbytes for b in buffers)]
 
 
 def test_what_is_scattered_is_gathered_again() -> None:

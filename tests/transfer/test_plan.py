@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.transfer.io_pool import REQUEST_BYTES
-from headstart.transfer.plan import expected_layout, read_with_head, requests
+from headstart.transfer.plan import expected_layout, far_requests, read_with_head, requests
 
 SIZES = st.sampled_from([520, 4096, 73_728, 98_304, 1 << 20, 3 << 20])
 
@@ -37,6 +37,33 @@ def test_every_piece_of_every_layer_is_read_once(data: st.DataObject, layer_byte
             assert nbytes <= REQUEST_BYTES
             assert (request.count, pieces) == (layout.pieces, layout.pieces)  # else they do not lie side by side
             assert len(request.layers) <= request.layers.start  # what is waited for soonest comes in small steps
+    assert (times == 1).all()
+
+
+@given(st.data(), st.lists(SIZES, min_size=1, max_size=40), st.integers(1, 70), st.sampled_from([0, 1 << 20]))
+def test_from_afar_every_piece_is_asked_for_once_and_as_much_as_may_be_at_a_time(
+    data: st.DataObject, layer_bytes: list[int], blocks: int, gap_bytes: int
+) -> None:
+    layout, most_bytes = layout_of(representation(*layer_bytes), blocks), 4 << 20
+    first = data.draw(st.integers(0, blocks - 1))
+    pieces = data.draw(st.integers(1, blocks - first))
+    times = np.zeros((len(layer_bytes), pieces), int)
+    planned = far_requests(layout, first=first, pieces=pieces, most_bytes=most_bytes, gap_bytes=gap_bytes)
+    before = begin = 0
+    end = layout.header_bytes
+    for number, request in enumerate(planned):
+        times[request.layers.start : request.layers.stop, request.first : request.first + request.count] += 1
+        ranges = [layout.piece_range(layer, first + request.first, request.count) for layer in request.layers]
+        whole = request.count == pieces == planned[number - 1].count or not planned[number - 1].layers
+        if number:  # it could not go with the one before: that has ended far from it, or has no room
+            assert not whole or ranges[0][0] - end > gap_bytes or sum(ranges[0]) - begin > most_bytes
+            begin, end = ranges[0][0], ranges[0][0]
+        for start, nbytes in ranges:
+            assert start - end <= gap_bytes
+            end = start + nbytes
+        assert end - begin <= most_bytes or (request.count == 1 and len(ranges) == 1) or not ranges
+        assert request.layers.start >= before
+        before = request.layers.start
     assert (times == 1).all()
 
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from headstart.cache.faults import Quarantine, counted
 from headstart.metrics import Counters
-from headstart.tier.base import ExtentId, FarTier, LanedTier, Placement, Tier
+from headstart.tier.base import ExtentId, LanedTier, Placement, Tier
 from headstart.tier.lookup_thread import Late, LookupThread, Patience
-from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
+from headstart.transfer.io_pool import IOPool
 
 _READ_THREADS = 16  # a disk's rate at requests of some hundred KB takes that depth
 _LANE_THREADS = 8  # where there are several devices, each
@@ -37,9 +37,8 @@ class Source:
         self.tier = tier
         self._laned = tier if isinstance(tier, LanedTier) else None
         self._pools_lock = Lock()
-        request_bytes = tier.request_bytes if isinstance(tier, FarTier) else REQUEST_BYTES
         threads = _COPY_THREADS if tier.in_memory else _READ_THREADS
-        self._pools = {0: IOPool(tier.name, threads=threads, request_bytes=request_bytes)}
+        self._pools = {0: IOPool(tier.name, threads=threads)}
         self.quarantine = Quarantine(tier, counters)
         self.counters = counters
         self._patience_s = patience_s

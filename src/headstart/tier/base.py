@@ -161,7 +161,17 @@ class FarTier(Protocol):
 
     @property
     def request_bytes(self) -> int:
-        """How much is asked for at once at most."""
+        """How much is asked for at once at most, as far as is known now."""
+        ...
+
+    @property
+    def gap_bytes(self) -> int:
+        """How many bytes come in no more time than another request takes."""
+        ...
+
+    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
+        """Ask for a part of a leased extent's image at once and yield its bytes, in order, as they come. Raises what `read`
+        does, also in between."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Worker threads that run read jobs of one tier in order of urgency. One pool a tier: a stuck device cannot take all threads.
 
 A job reads at most some 1 MiB at a time, so bytes in flight are bounded by threads × request size, 16 MiB: enough depth for
-the device, and a layer that is wanted first never waits behind tens of megabytes.
+the device, and a layer that is wanted first never waits behind tens of megabytes. Of a far tier a job brings more, and hands it
+on as it comes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,13 @@ class Job(Protocol):
 
 class IOPool:
     """Up to `threads` daemon threads named after the tier, each started when there is a job that no idle one takes. Safe from
-    many threads; `close` twice is fine. `request_bytes`: what one request brings at most."""
+    many threads; `close` twice is fine."""
 
-    def __init__(self, name: str, *, threads: int = 8, request_bytes: int = REQUEST_BYTES) -> None:
+    def __init__(self, name: str, *, threads: int = 8) -> None:
         if threads < 1:
             raise ValueError(f"pool {name!r} needs at least one thread, got {threads}")
         self.name = name
         self.threads = threads
-        self.request_bytes = request_bytes
         self.counters = Counters()
         self._condition = Condition()
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival

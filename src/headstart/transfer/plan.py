@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from headstart.block.extent import ExtentHeader, ExtentLayout, layout_of
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
-from headstart.tier.base import ExtentId, Tier
+from headstart.tier.base import ExtentId, FarTier, Tier
 from headstart.transfer.io_pool import REQUEST_BYTES, IOPool, Job
 from headstart.transfer.load import Fault
 
@@ -48,6 +48,12 @@ class Span:
     first: int
     pieces: int
     start: int
+
+    @property
+    def far(self) -> FarTier | None:
+        """The tier, where every request to it takes long. By type: one that only passes on what it does not know may break
+        bytes on their way, and must be asked for them."""
+        return cast(FarTier, self.tier) if hasattr(type(self.tier), "stream") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,39 @@ def _plan(layout: ExtentLayout, first: int, pieces: int, done: int, most_bytes: 
 
 
 _planned = lru_cache(maxsize=256)(_plan)  # most extents of a prompt are of a few lengths
+
+
+def far_requests(layout: ExtentLayout, *, first: int, pieces: int, most_bytes: int, gap_bytes: int) -> tuple[Request, ...]:
+    """Return how the same is read where every request takes long: as few as there can be, each of up to `most_bytes`. The first
+    one begins with the header, whether or not any layers go with it.
+
+    Early layers are not asked for alone: they come first in what is read as it comes. Up to `gap_bytes` that nobody wants, as
+    between the layers of a part of an extent, are brought along, since that takes no longer than another request."""
+    if layout.piece_ends is None:
+        return _far_planned(layout, first, pieces, most_bytes, gap_bytes)
+    return _far_plan(layout, first, pieces, most_bytes, gap_bytes)
+
+
+def _far_plan(layout: ExtentLayout, first: int, pieces: int, most_bytes: int, gap_bytes: int) -> tuple[Request, ...]:
+    found = [Request(range(0), 0, 0)]
+    begin, end = 0, layout.header_bytes  # of the newest
+    for layer in range(len(layout.layer_offsets)):
+        for at, count in _runs(layout.piece_sizes(layer, first, pieces), most_bytes):
+            start, nbytes = layout.piece_range(layer, first + at, count)
+            newest = found[-1]
+            fits = start - end <= gap_bytes and start + nbytes - begin <= most_bytes
+            if fits and not newest.layers:
+                found[-1] = Request(range(layer, layer + 1), at, count)
+            elif fits and count == newest.count == pieces:
+                found[-1] = replace(newest, layers=range(newest.layers.start, layer + 1))
+            else:
+                found.append(Request(range(layer, layer + 1), at, count))
+                begin = start
+            end = start + nbytes
+    return tuple(found)
+
+
+_far_planned = lru_cache(maxsize=256)(_far_plan)
 
 
 def _runs(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:

@@ -1,17 +1,21 @@
 """Reading one run of pieces out of one extent: the header and the first of layer 0 in one read, then layer after layer.
 
     head job ──▶ header decoded, its keys and tokens compared with the prompt's ──▶ a job for each request of `plan.py`
-                 └ first pieces of layer 0 verified                                 └ read, verify, (copy), tell the load
+                 └ what came with it: verified                                      └ read, verify, (copy), tell the load
 
 This is the portable way, which always works. Where there is a C reader, `batch.py` takes what the heads leave.
 
 Pieces are read straight into the destination where direct I/O can go there, else through the thread's staging buffer, and
 counted as good only once verified. Bytes from a trusted tier are this process's own and are not verified again.
+
+From a far tier requests are few and large. Their bytes are taken as they come, and the load is told of layers meanwhile; what
+did not come is asked for again in parts, by reads like any other tier's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +25,18 @@ from headstart.block.extent import ExtentHeader, ExtentLayout, decode_header
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT, is_aligned
-from headstart.tier.base import ReadRange
+from headstart.tier.base import FarTier, ReadRange
 from headstart.transfer import native
 from headstart.transfer.batch import Start
-from headstart.transfer.buffers import Bytes, Staging, flat, scatter, split, total_bytes
+from headstart.transfer.buffers import Bytes, Staging, fill_as_it_comes, flat, scatter, split, total_bytes
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import Fault, KVView, Load
-from headstart.transfer.plan import Prompt, Request, Span, read_with_head, requests
+from headstart.transfer.plan import Prompt, Request, Span, expected_layout, far_requests, read_with_head, requests
 from headstart.transfer.state import StateSpan, start_reading_state
+
+_NOTHING = Request(range(0), 0, 0)
+_TOLD_BYTES = 1 << 20  # of a request that is still coming: the load is told of so much at once
+_log = logging.getLogger(__name__)
 
 
 def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVView, *, state: StateSpan | None = None) -> None:
@@ -101,22 +109,45 @@ class _Job:
             )
         return _Part(layer, offset, sizes, nbytes, buffers)
 
-    def read(self, staging: Staging, parts: Sequence[_Part], *, head_bytes: int = 0) -> memoryview:
-        """Read parts that lie one behind the other, and `head_bytes` before the first: into their buffers if all of it can go
-        there directly, else into staging. Returns the head; each part learns where it is."""
-        offset = parts[0].offset - head_bytes
-        end = parts[-1].offset + parts[-1].nbytes
-        into = self._direct(parts, head_bytes)
+    def read(
+        self, staging: Staging, parts: Sequence[_Part], *, offset: int, head_bytes: int = 0
+    ) -> tuple[memoryview, Iterator[_Part]]:
+        """Read from `offset` on `head_bytes` and parts that lie behind them in their order: into their buffers if all of it can
+        go there directly, else into staging. Returns the head, and the parts, each as it is there; it has to be kept before
+        the next one is asked for."""
+        end = parts[-1].offset + parts[-1].nbytes if parts else offset + head_bytes
+        into = self._direct(parts, offset, head_bytes)
         if into is not None:
             head = staging.take(head_bytes)
             self._fill(offset, [head, *into] if head_bytes else into, end - offset)
-            return head
+            return head, iter(parts)
         start = offset - offset % ALIGNMENT
         bounce = staging.take(end - start + -(end - start) % ALIGNMENT)
         self._fill(start, [bounce], bounce.nbytes)
         for part in parts:
             part.staged = bounce[part.offset - start : part.offset - start + part.nbytes]
-        return bounce[offset - start : offset - start + head_bytes]
+        return bounce[offset - start : offset - start + head_bytes], iter(parts)
+
+    def stream(
+        self, far: FarTier, staging: Staging, parts: Sequence[_Part], *, offset: int, head_bytes: int = 0
+    ) -> tuple[memoryview, Iterator[_Part]]:
+        """As `read`, in one request to a far tier: the head is there on return, the parts come while they are asked for. What
+        lies between them is thrown away."""
+        bounced = max((part.nbytes for part in parts if isinstance(part.buffers, np.ndarray)), default=0)
+        memory = staging.take(head_bytes + bounced)
+        head, bounce = memory[:head_bytes], memory[head_bytes:]
+        targets: list[tuple[int, Sequence[memoryview]]] = [(offset, [head])]
+        for part in parts:
+            if isinstance(part.buffers, np.ndarray):
+                part.staged = bounce[: part.nbytes]
+                targets.append((part.offset, [part.staged]))
+            else:
+                targets.append((part.offset, part.buffers))
+        end = parts[-1].offset + parts[-1].nbytes if parts else offset + head_bytes
+        filled = fill_as_it_comes(far.stream(self.span.extent, offset, end - offset), targets, at=offset)
+        next(filled)
+        coming = (part for part, _ in zip(parts, filled, strict=True))
+        return head, coming if parts else iter(list(coming))
 
     def keep(self, part: _Part, header: ExtentHeader) -> Fault | None:
         """Verify pieces that have arrived, copy the good ones out of staging; return the fault of the first bad one."""
@@ -146,17 +177,17 @@ class _Job:
             pieces=split(payload, part.sizes),
         )
 
-    def _direct(self, parts: Sequence[_Part], head_bytes: int) -> list[memoryview] | None:
+    def _direct(self, parts: Sequence[_Part], offset: int, head_bytes: int) -> list[memoryview] | None:
         """Return the destinations of parts one behind the other; None where a read cannot go right into them."""
         into: list[memoryview] = []
-        end = parts[0].offset
+        end = offset + head_bytes
         for part in parts:
             if isinstance(part.buffers, np.ndarray) or part.offset != end:
                 return None
             into += part.buffers
             end += part.nbytes
         # A trusted tier copies from memory, which needs no alignment.
-        if not self.span.tier.trusted and ((parts[0].offset - head_bytes) % ALIGNMENT or not all(map(is_aligned, into))):
+        if not self.span.tier.trusted and (offset % ALIGNMENT or not all(map(is_aligned, into))):
             return None
         return into
 
@@ -182,7 +213,7 @@ class _Part:
 
 
 class _HeadJob(_Job):
-    """Reads the header, and with it the first pieces of layer 0 where they lie right behind it; queues the rest.
+    """Reads the header, and with it what of the first layers lies right behind it; queues the rest.
 
     `alone`: the header only, after the two together could not be read."""
 
@@ -196,16 +227,22 @@ class _HeadJob(_Job):
         shape = span.tier.shape(span.extent)
         if shape is None:
             raise StoreError(f"extent {span.extent} is gone")
-        together = 0
-        if not self.alone:
-            together = read_with_head(representation, first=span.first, wanted=wanted, most_bytes=span.pool.request_bytes)
-        part = self.part(0, shape.header_bytes, [representation.layer_bytes[0] or 0] * together)
+        parts: list[_Part] = []  # that come with the header, where they lie as expected
+        expected, planned = None, None
+        if not (self.alone or representation.varies):
+            expected = expected_layout(representation, shape.blocks, shape.header_bytes)
+            planned = self._planned(expected, wanted)
+            parts = [self.part(layer, *_place(expected, layer, span.first, planned[0].count)) for layer in planned[0].layers]
+        far = None if self.alone else span.far
         try:
-            head = self.read(staging, [part], head_bytes=shape.header_bytes)
+            if far is None:
+                head, coming = self.read(staging, parts, offset=0, head_bytes=shape.header_bytes)
+            else:
+                head, coming = self.stream(far, staging, parts, offset=0, head_bytes=shape.header_bytes)
         except (StoreError, OSError):
-            if not together:
+            if self.alone or not (parts or far):
                 raise
-            span.pool.submit([_HeadJob(self.load, self.source, span, self.prompt, self.into, alone=True)])
+            self._again()
             return
         header = decode_header(head, representation)
         layout = header.layout(representation)
@@ -215,15 +252,14 @@ class _HeadJob(_Job):
         if fault is not None:
             self.end(fault)
             return
-        fault = self.keep(part, header)
-        rest = [
-            self.job(header, layout, request)
-            for request in requests(
-                layout, first=span.first, pieces=span.pieces, done=together, most_bytes=span.pool.request_bytes
-            )
-        ]
-        self.load.ended([0], pieces=together, nbytes=shape.header_bytes + part.nbytes, fault=fault)
-        span.pool.submit(rest)
+        if expected is not None and layout.layer_offsets != expected.layer_offsets:
+            self._again()
+            return
+        first, *rest = self._planned(layout, 0) if planned is None else planned
+        self.load.ended([], pieces=0, nbytes=shape.header_bytes)
+        span.pool.submit([self.job(header, layout, request) for request in rest])
+        if parts:
+            self._finish(self.job(header, layout, first), coming, staging)
 
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> _RangeJob:
         return _RangeJob(self, header, layout, request)
@@ -241,32 +277,79 @@ class _HeadJob(_Job):
             return self.fault("collision", f"extent {self.span.extent} has the keys but not the tokens of the prompt")
         return None
 
+    def _planned(self, layout: ExtentLayout, with_head: int) -> Sequence[Request]:
+        """Return how the extent is read. The first request comes with the header: of a near tier some of so many pieces of
+        layer 0, of a far one what fits, and nothing where `with_head` is 0."""
+        far, first, pieces = self.span.far, self.span.first, self.span.pieces
+        if far is not None:
+            planned = far_requests(layout, first=first, pieces=pieces, most_bytes=far.request_bytes, gap_bytes=far.gap_bytes)
+            return planned if with_head or not planned[0].layers else [_NOTHING, *planned]
+        together = read_with_head(self.prompt.representation, first=first, wanted=with_head) if with_head else 0
+        return [Request(range(bool(together)), 0, together), *requests(layout, first=first, pieces=pieces, done=together)]
+
+    def _again(self) -> None:
+        self.span.pool.submit([_HeadJob(self.load, self.source, self.span, self.prompt, self.into, alone=True)])
+
+    def _finish(self, job: _RangeJob, coming: Iterator[_Part], staging: Staging) -> None:
+        """Have a job tell of what comes with the header. It is not the pool's, but ends as one: told exactly once."""
+        job.coming = coming
+        try:
+            job.run(staging)
+        except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
+            self.span.pool.counters.add("job_errors")
+            _log.exception("a read job failed unexpectedly")
+            job.abandon(error)
+
 
 class _RangeJob(_Job):
-    """Reads pieces that lie side by side: some of one layer, or those of several layers."""
+    """Reads pieces that lie side by side: some of one layer, or those of several layers. `layers`: those of which the load was
+    told nothing yet. `coming`: its parts, where they are being read already. `apart`: by a plain read, after what it is a part
+    of could not be read."""
 
-    def __init__(self, head: _Job, header: ExtentHeader, layout: ExtentLayout, asked: Request) -> None:
+    coming: Iterator[_Part] | None = None
+
+    def __init__(self, head: _Job, header: ExtentHeader, layout: ExtentLayout, asked: Request, *, apart: bool = False) -> None:
         load, source, span, prompt, into = head.load, head.source, head.span, head.prompt, head.into
         super().__init__(load, source, span, prompt, into, layers=asked.layers, first=asked.first, pieces=asked.count)
         self.header = header
         self.layout = layout
+        self.apart = apart
 
     def attempt(self, staging: Staging, wanted: int) -> None:
-        first = self._in_extent(0)
-        parts = [
-            self.part(layer, self.layout.piece_range(layer, first, wanted)[0], self.layout.piece_sizes(layer, first, wanted))
-            for layer in self.layers
-        ]
+        some: list[_Part] = []  # which the load is not told of yet
+        fault: Fault | None = None
         try:
-            self.read(staging, parts)
+            for part in self.coming or self._read(staging, wanted):
+                found = self.keep(part, self.header)
+                if found is not None and (fault is None or found.piece < fault.piece):
+                    fault = found
+                some.append(part)
+                if sum(one.nbytes for one in some) >= _TOLD_BYTES:
+                    self._tell(some, fault)
+                    some = []
         except (StoreError, OSError):
-            if self.pieces == 1 and len(self.layers) == 1:
+            if some:
+                self._tell(some, fault)
+            if self.pieces == 1 and len(self.layers) == 1 and (self.apart or self.span.far is None):
                 raise
             self._in_parts()
             return
-        faults = [fault for part in parts if (fault := self.keep(part, self.header)) is not None]
-        first_fault = min(faults, key=lambda fault: fault.piece, default=None)
-        self.load.ended(self.layers, pieces=self.pieces, nbytes=sum(part.nbytes for part in parts), fault=first_fault)
+        if some:
+            self._tell(some, fault)
+
+    def _read(self, staging: Staging, wanted: int) -> Iterator[_Part]:
+        first = self._in_extent(0)
+        parts = [self.part(layer, *_place(self.layout, layer, first, wanted)) for layer in self.layers]
+        far = None if self.apart else self.span.far
+        if far is not None:
+            return self.stream(far, staging, parts, offset=parts[0].offset)[1]
+        return self.read(staging, parts, offset=parts[0].offset)[1]
+
+    def _tell(self, some: Sequence[_Part], fault: Fault | None) -> None:
+        self.load.ended(
+            [part.layer for part in some], pieces=self.pieces, nbytes=sum(part.nbytes for part in some), fault=fault
+        )
+        self.layers = range(some[-1].layer + 1, self.layers.stop)
 
     def _in_parts(self) -> None:
         """Read layer by layer, a layer piece by piece, so that what lies before the bad one is kept."""
@@ -274,5 +357,10 @@ class _RangeJob(_Job):
         if len(self.layers) > 1:
             parts = [Request(range(layer, layer + 1), first, self.pieces) for layer in self.layers]
         else:
-            parts = [Request(self.layers, first + i, 1) for i in range(self.pieces)]
-        self.span.pool.submit([_RangeJob(self, self.header, self.layout, part) for part in parts])
+            parts = [Request(self.layers, first + i, 1) for i in range(self.pieces)] if self.layers else []
+        self.span.pool.submit([_RangeJob(self, self.header, self.layout, part, apart=True) for part in parts])
+
+
+def _place(layout: ExtentLayout, layer: int, first: int, count: int) -> tuple[int, Sequence[int]]:
+    """Return where pieces of a layer begin in the extent's image, and their sizes."""
+    return layout.piece_range(layer, first, count)[0], layout.piece_sizes(layer, first, count)

@@ -1,6 +1,6 @@
 """Reading a boundary state: the header of the extent that ends with it, then the state in parts, side by side, then its check.
 
-    head job ──▶ header decoded, its last block compared with the prompt's ──▶ a job for each MiB ──▶ the last one verifies
+    head job ──▶ header decoded, its last block compared with the prompt's ──▶ a job for each part ──▶ the last one verifies
 
 A state may be tens of megabytes, and an engine needs it before it can begin with its first recurrent layer: it is read before
 any layer. It lies in memory of its own, not in the engine's.
@@ -23,7 +23,7 @@ from headstart.block.representation import Representation
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.arena import ALIGNMENT
-from headstart.tier.base import ExtentId, ReadRange, Tier
+from headstart.tier.base import ExtentId, FarTier, ReadRange, Tier
 from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import REQUEST_BYTES, IOPool
 from headstart.transfer.load import Fault, Load
@@ -118,8 +118,8 @@ class _StateHead(_Reading):
         if not np.array_equal(header.tokens[-BLOCK_TOKENS:], span.tokens):
             raise ExtentCorrupt(f"extent {span.extent} has the key but not the tokens of the prompt", reason="collision")
         whole = _State(self, header, aligned(padded(header.state_bytes, ALIGNMENT)), layout.state_offset)
-        starts = range(0, whole.buffer.nbytes, REQUEST_BYTES)
-        self._parts = [_StatePart(whole, at, whole.buffer[at : at + REQUEST_BYTES]) for at in starts]
+        step = span.tier.request_bytes if isinstance(span.tier, FarTier) else REQUEST_BYTES
+        self._parts = [_StatePart(whole, at, whole.buffer[at : at + step]) for at in range(0, whole.buffer.nbytes, step)]
         whole.left = len(self._parts)
 
 

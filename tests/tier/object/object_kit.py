@@ -68,6 +68,10 @@ class FaultyBucket(Bucket):
         self._fail("read")
         return super().read(key, buffers, offset)
 
+    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes]:
+        self._fail("read")
+        return super().stream(key, offset, nbytes)
+
     def sizes(self, folder: str) -> Iterator[tuple[str, int]]:
         self._fail("list")
         return super().sizes(folder)

@@ -71,19 +71,25 @@ def test_a_look_at_silent_writers_is_one_listing_however_many_they_are(machine: 
     } == {"object_requests_list": 1}
 
 
-def test_a_small_extent_is_one_request_whatever_parts_of_it_are_read(machine: Make) -> None:
+def test_a_part_of_an_extent_comes_with_one_request_for_as_long_as_its_lease_holds(machine: Make) -> None:
     a, b = machine(), machine()
     a.save(1)
     b.wait(1)
     extent, whole = b.extent(1), pool_kit.image(1)
+    with pytest.raises(StoreError, match="not leased"):
+        list(b.tier.stream(extent, 0, 4096))
     assert b.tier.lease([extent]) == [True]
     before = b.tier.statistics().counters.get("object_requests_get", 0)
-    for at in range(0, whole.nbytes - 4096, 4096):
-        part = bytearray(4096)
-        b.tier.read([ReadRange(extent, at, [memoryview(part)])])
-        assert part == whole[at : at + 4096]
-    b.tier.release([extent])
+    assert b"".join(b.tier.stream(extent, 4096, whole.nbytes - 4096)) == whole[4096:]
     assert b.tier.statistics().counters["object_requests_get"] - before == 1
+    with pytest.raises(StoreError, match="were asked for"):
+        list(b.tier.stream(extent, 4096, whole.nbytes))
+    late = b.tier.stream(extent, 0, whole.nbytes)
+    b.clock.now += pool_kit.TIMING.lease_s + 1
+    with pytest.raises(StoreError, match="outlived"):
+        list(late)
+    assert b.tier.statistics().counters["lease_outlived"] == 1
+    b.tier.release([extent])
 
 
 def test_a_journal_of_many_objects_begins_anew(machine: Make, store: Any) -> None:

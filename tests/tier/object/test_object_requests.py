@@ -12,7 +12,6 @@ from object_kit import Machine
 
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import Terms
-from headstart.tier.object.whole import Whole
 
 Make = Callable[..., Machine]
 
@@ -90,16 +89,6 @@ def test_what_left_its_journal_is_known_from_one_listing(machine: Make) -> None:
     b.wait(1)
     assert a.counter("segments_collected") == 40
     before = requests(b, "head")
-    b.tier._store.forget_missing()
+    b.tier._store.forget_missing(b.tier._store.look_around())
     assert b.counter("segments_lost") == 40
     assert requests(b, "head") - before == 1  # whether the bucket is there
-
-
-def test_what_nobody_takes_is_let_go() -> None:
-    clock = pool_kit.Clock()
-    whole = Whole(1 << 20, clock=clock)
-    assert whole.get("a", 1 << 20, lambda: memoryview(bytes(1 << 20)), wanted=4096) is not None
-    assert whole.get("b", 4096, lambda: memoryview(bytes(4096)), wanted=1) is None
-    clock.now += 6
-    whole.let_go()
-    assert whole._held_bytes == 0

@@ -17,7 +17,7 @@ from headstart.testing.fake_kv import TINY
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.tier.base import ReadRange
 from headstart.tier.disk import RealDisk
-from headstart.tier.disk.door import Handle
+from headstart.tier.disk.door import Entry, Handle
 from headstart.tier.pool import PoolTier, Timing
 
 Make = Callable[..., Machine]
@@ -270,6 +270,36 @@ class PoolOpen:
 
     def __exit__(self, *_: object) -> None:
         self._tier.close()
+
+
+class SlowToList(RealDisk):
+    """Lists what lies in segments when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.listing, self.go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def entries(self, path: Path) -> list[Entry]:
+        if path.name == "segments" and self.slow.is_set():
+            self.listing.set()
+            assert self.go_on.wait(60)
+        return super().entries(path)
+
+
+def test_whoever_lists_for_long_follows_and_writes_meanwhile(machine: Make, root: Path) -> None:
+    disk, a = SlowToList(), machine()
+    timing = Timing(look_s=0.01, collect_s=0.01, list_s=0.01)
+    b = PoolTier.open(root, capacity_bytes=CAPACITY, timing=timing, disk=disk)
+    try:
+        disk.slow.set()
+        assert disk.listing.wait(60)
+        a.save(1)
+        assert eventually(lambda: (b.locate(TINY.digest, keys(1)).extents >= 0).all())
+        assert b.write(image(2), TINY).reason == "written"
+        assert not disk.go_on.is_set()
+    finally:
+        disk.go_on.set()
+        b.close()
 
 
 def eventually(holds: Callable[[], bool], *, within_s: float = 60.0) -> bool:

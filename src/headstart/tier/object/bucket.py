@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20  # of an upload in parts; what is smaller goes in one request
 _PARTS_AT_ONCE = 4
 _READS_AT_ONCE = 8
+_CHUNK_BYTES = 256 << 10  # of what comes, at least: each costs some 10 µs here
 _LIST_PAGE = 1000  # what services give at once, and so what a request for more is counted by
 _DELETE_PAGE = 1000
 _CONNECT_S = 3.0
@@ -30,6 +31,7 @@ SLOWEST_BYTES_S = 1 << 20  # a part that goes slower than that has failed
 _MOST_RETRIES = 4
 _TRIED = "condition"  # an object that is put only to see whether a service lets nobody put it again
 _STATUS = re.compile(r"status code: (\d{3})")
+_BEHIND_END = "StartTooLarge"  # of the library's own stores, as 416 of a service
 _TIMES_OUT = re.compile(r"timed ?out|deadline", re.IGNORECASE)
 
 
@@ -122,6 +124,22 @@ class Bucket:
         scatter(data, buffers, key=key)
         return wanted
 
+    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes]:
+        """Ask for a part of an object and yield its bytes as they come; nothing is asked for before the first of them. Raises
+        StoreError("short-read") where the object ends before that."""
+        self._count("get")
+        got = 0
+        try:
+            asked = _library().get(self._objects, key, options={"range": (offset, offset + nbytes)})
+            for chunk in asked.stream(min_chunk_size=_CHUNK_BYTES):
+                got += len(chunk)
+                yield chunk
+        except Exception as error:  # noqa: BLE001 - whatever the library raises is named by `_failed`
+            self._failed(key, error)
+        finally:
+            self.counters.add("object_bytes_received", got)
+        require_all(got, nbytes, key=key)
+
     def sizes(self, folder: str) -> Iterator[tuple[str, int]]:
         """Yield the keys below a folder and the sizes of their objects, in the order of the keys' bytes."""
         found = 0
@@ -183,13 +201,15 @@ class Bucket:
             self.counters.add("object_bytes_sent", sent)
 
     def _failed(self, key: str, error: Exception) -> NoReturn:
-        """Raise what the library raised as the error of a file system."""
+        """Raise what the library raised as the error of a file system, or StoreError("short-read")."""
         names = _library().exceptions
         text, status = str(error), _STATUS.search(str(error))
         match error:
             case _ if isinstance(error, FileNotFoundError) or (status is not None and status[1] == "404"):
                 what = "object" if key else "bucket"
                 raise FileNotFoundError(errno.ENOENT, f"there is no such {what}", key) from error
+            case _ if (status is not None and status[1] == "416") or _BEHIND_END in text:
+                raise StoreError(f"object {key} ended before what its journal says", reason="short-read") from error
             case names.AlreadyExistsError() | names.PreconditionError():
                 raise FileExistsError(errno.EEXIST, "there is such an object already", key) from error
             case names.PermissionDeniedError() | names.UnauthenticatedError():
@@ -212,13 +232,17 @@ class Bucket:
 
 def scatter(data: memoryview, buffers: Sequence[memoryview], *, key: str) -> None:
     """Copy `data` into buffers, in order. Raises StoreError("short-read") where it does not fill them."""
-    wanted = sum(buffer.nbytes for buffer in buffers)
-    if len(data) != wanted:
-        raise StoreError(f"object {key} ended after {len(data)} of {wanted} bytes that its journal says", reason="short-read")
+    require_all(len(data), sum(buffer.nbytes for buffer in buffers), key=key)
     at = 0
     for buffer in buffers:
         buffer.cast("B")[:] = data[at : at + buffer.nbytes]
         at += buffer.nbytes
+
+
+def require_all(nbytes: int, wanted: int, *, key: str) -> None:
+    """Raise StoreError("short-read") where fewer bytes came than were wanted."""
+    if nbytes != wanted:
+        raise StoreError(f"object {key} ended after {nbytes} of {wanted} bytes that its journal says", reason="short-read")
 
 
 def _library() -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from headstart.policy.eviction import Emptying, choose_victims
+from headstart.tier.disk.directory import Listing
 from headstart.tier.disk.evicting import Weighed
 from headstart.tier.disk.table import Segment
 from headstart.tier.object.store import ObjectStore
@@ -64,9 +65,9 @@ class ObjectCollector(Collector):
             )
         return False
 
-    def _tidy(self) -> None:
+    def _tidy(self, listing: Listing) -> None:
         self._adopt_until = self._store.clock() + _ADOPTING_S
-        super()._tidy()
+        super()._tidy(listing)
 
     def _end_unexplained(self, path: Path) -> None:
         """A segment that no journal speaks of is whole, as it was put: it is taken up again, unless it is no segment."""

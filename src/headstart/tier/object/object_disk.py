@@ -17,7 +17,7 @@ import errno
 import re
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -26,9 +26,7 @@ from headstart.errors import StoreError
 from headstart.policy.fetching import Fetching
 from headstart.tier.disk.door import Entry, FileFacts, Handle, LockHolder, OpenMode, Space
 from headstart.tier.object.bucket import Bucket, scatter
-from headstart.tier.object.whole import Whole
 
-WHOLE_BYTES = 256 << 20  # of objects that were fetched whole, held at once
 _LISTING_KEPT_S = 120.0  # of all segments, for as long as something may be held against it
 _JOURNALS, _SEGMENTS, _TERMS = "journals", "segments", "terms"
 _FOLDERS = (_JOURNALS, _SEGMENTS, _TERMS)
@@ -63,7 +61,6 @@ class ObjectDisk:
         self.bucket = bucket
         self.fetching = Fetching()
         self._root = root
-        self._whole = Whole(WHOLE_BYTES)
         self._lock = Lock()
         self._files: dict[Handle, _File] = {}
         self._next = 1
@@ -93,13 +90,17 @@ class ObjectDisk:
         with self._lock:
             return [self._root / _JOURNALS / name for name in self._headless]
 
-    def forget_segment(self, path: Path) -> None:
-        """Read a segment anew, whatever of it is in memory."""
-        self._whole.forget(self._key(path))
-
     def open_segment(self, path: Path, nbytes: int) -> Handle:
         """Open a segment that a journal says is there, and how long it is. Asks nobody."""
         return self._keep(_File(path, size=nbytes))
+
+    def stream_segment(self, handle: Handle, offset: int, nbytes: int) -> Iterator[bytes]:
+        """Ask for a part of a segment and yield its bytes as they come. Raises OSError, StoreError("short-read")."""
+        begun, first_s = time.monotonic(), None
+        for chunk in self.bucket.stream(self._key(self._file(handle).path), offset, nbytes):
+            first_s = time.monotonic() - begun if first_s is None else first_s
+            yield chunk
+        self.fetching.note(nbytes, first_s=first_s or 0.0, seconds=time.monotonic() - begun)
 
     # The door.
 
@@ -121,15 +122,13 @@ class ObjectDisk:
 
     def close(self, handle: Handle) -> None:
         with self._lock:
-            file = self._files.pop(handle)
-        if _is_segment(file.path):
-            self._whole.forget(self._key(file.path))
+            del self._files[handle]
 
     def read(self, handle: Handle, buffers: Sequence[memoryview], offset: int) -> int:
         file = self._file(handle)
         wanted = sum(buffer.nbytes for buffer in buffers)
         if _is_segment(file.path):
-            return self._read_segment(file, buffers, offset, wanted)
+            return self.bucket.read(self._key(file.path), buffers, offset)
         if file.data is not None:
             scatter(memoryview(bytes(file.data[offset : offset + wanted])), buffers, key=file.path.name)
             return wanted
@@ -260,31 +259,8 @@ class ObjectDisk:
         """Return objects of a journal by their offsets. Journals are read in steps: none is fetched once for each."""
         found = dict([file.begun] if file.begun is not None else [])
         missing = [at for at in offsets if at not in found]
-        begun = time.monotonic()
         found |= zip(missing, self.bucket.get_all([self._part_key(file.path, at) for at in missing]), strict=True)
-        if len(missing) == 1:
-            self.fetching.note(len(found[missing[0]]), time.monotonic() - begun)
         return found
-
-    def _read_segment(self, file: _File, buffers: Sequence[memoryview], offset: int, wanted: int) -> int:
-        key, size = self._key(file.path), file.size or 0
-        if wanted < size <= self.fetching.whole_bytes:
-            data = self._whole.get(key, size, lambda: self._fetch(key, size), wanted=wanted)
-            if data is not None:
-                scatter(data[offset : offset + wanted], buffers, key=key)
-                return wanted
-        begun = time.monotonic()
-        self.bucket.read(key, buffers, offset)
-        self.fetching.note(wanted, time.monotonic() - begun)
-        return wanted
-
-    def _fetch(self, key: str, nbytes: int) -> memoryview:
-        begun = time.monotonic()
-        data = self.bucket.get(key)
-        if len(data) != nbytes:
-            raise StoreError(f"object {key} has {len(data)} bytes, its journal says {nbytes}", reason="short-read")
-        self.fetching.note(nbytes, time.monotonic() - begun)
-        return data
 
     def _list_journals(self) -> list[Entry]:
         listed: dict[str, list[tuple[int, int]]] = {}
@@ -294,7 +270,6 @@ class ObjectDisk:
         headless = [name for name, parts in listed.items() if min(parts)[0]]
         for name in headless:
             del listed[name]
-        self._whole.let_go()
         with self._lock:
             self._journals, self._headless = listed, headless
             if time.monotonic() - self._listed_at > _LISTING_KEPT_S:

@@ -18,10 +18,5 @@ class ObjectSegments(SegmentFiles):
         self._objects = objects
         self._names = directory
 
-    def discard(self, segment: Segment) -> None:
-        """Read the segment's object anew from now on."""
-        self._objects.forget_segment(self._names.segment_path(segment.name))
-        super().discard(segment)
-
     def _open_checked(self, segment: Segment) -> Handle:
         return self._objects.open_segment(self._names.segment_path(segment.name), segment.end)

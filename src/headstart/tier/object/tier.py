@@ -8,7 +8,7 @@ object, or for all of it where that takes no longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from headstart.block.representation import Representation
 from headstart.errors import TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
+from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.base import Terms as SaveTerms
-from headstart.tier.base import WriteOutcome
 from headstart.tier.disk.directory import OBJECTS, Directory
 from headstart.tier.disk.new_record import UNPLACED
 from headstart.tier.disk.segment import ALIGNMENT, SegmentHeader
@@ -27,6 +27,7 @@ from headstart.tier.object.bucket import SLOWEST_BYTES_S, Bucket
 from headstart.tier.object.collecting import Appointed, ObjectCollector
 from headstart.tier.object.joining import firmest, groups_of, joined
 from headstart.tier.object.object_disk import ObjectDisk
+from headstart.tier.object.reading import ObjectReading
 from headstart.tier.object.store import ObjectStore
 from headstart.tier.pool.terms import Election, Terms
 from headstart.tier.pool.tier import PoolTier
@@ -44,12 +45,16 @@ class ObjectTier(PoolTier):
     """Use `ObjectTier.open_bucket`. Safe from many threads; any number of processes, anywhere, may have it open."""
 
     name = "object"
-    request_bytes = 4 << 20  # at some 20 ms to the first byte and 100 MB/s a connection, two thirds of the time brings bytes
     _called, _medium = "object store", "service"
     _slowest_bytes_s = SLOWEST_BYTES_S
     _opens_within = 2  # every extent is a segment, with records of its own
     _to_make, _to_mend = "make the bucket", "look after its endpoint and the network"
+    _store: ObjectStore
     _bucket: Bucket
+
+    def __init__(self, store: ObjectStore, terms: Election, collector: ObjectCollector) -> None:
+        super().__init__(store, terms, collector)
+        self._reading: ObjectReading = ObjectReading(store)
 
     @classmethod
     def open_bucket(
@@ -95,6 +100,21 @@ class ObjectTier(PoolTier):
         tier._bucket = bucket
         tier._begin(background=background)
         return tier
+
+    @property
+    def request_bytes(self) -> int:
+        """See `FarTier`."""
+        return self._store.objects.fetching.request_bytes
+
+    @property
+    def gap_bytes(self) -> int:
+        """See `FarTier`."""
+        return self._store.objects.fetching.gap_bytes
+
+    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes]:
+        """See `FarTier`."""
+        self._require_open()
+        return self._reading.stream(extent, offset, nbytes)
 
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes: one that is put in some parts, or what sixteen blocks take."""

@@ -17,8 +17,9 @@ def check_pool(store: PoolStore) -> list[Problem]:
     """Compare segments, extents and index with the directory, changing nothing. Only what is sealed, or this process's own, is
     held against its file: others write meanwhile. Raises OSError."""
     store.look_surely()
-    store.forget_missing()
-    listing = store.directory.list()
+    around = store.look_around()
+    store.forget_missing(around)
+    listing = around.listing
     problems = [
         Problem(str(path), "not a file of this pool") for path in [*listing.unknown, *listing.in_the_way] if path.name != TERMS
     ]

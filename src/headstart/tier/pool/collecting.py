@@ -23,13 +23,14 @@ from headstart.block.whole import aligned, examine
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.policy.eviction import Emptying, Files, choose_emptying, choose_victims
 from headstart.tier.base import MOVED, ExtentId
+from headstart.tier.disk.directory import Listing
 from headstart.tier.disk.evicting import Weighed, not_continued, weigh
 from headstart.tier.disk.records import ClassRaised, ExtentName, Pin, Pinned, Raise, Record, SegmentName, SegmentSealed
 from headstart.tier.disk.removal import unlink
 from headstart.tier.disk.scrub import require_same
 from headstart.tier.disk.table import Segment
 from headstart.tier.pool.room import reserved
-from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.store import Around, Attempt, PoolStore
 from headstart.tier.pool.terms import Election
 
 CLOCKS_APART_MS = 15 * 60_000  # clocks may differ by so much: no promise is over before it is over by all of them
@@ -55,8 +56,13 @@ class Collector:
         self._unknown_since: dict[Path, float] = {}  # files that no journal speaks of, and temporary ones
         self._expire_due = self._list_due = store.clock()
 
-    def step(self) -> None:
-        """Do what is due. Raises OSError, StoreError."""
+    @property
+    def wants_listing(self) -> bool:
+        """Whether `step` has use for what stands there."""
+        return self.holds and self._store.clock() >= self._list_due
+
+    def step(self, around: Around | None) -> None:
+        """Do what is due; `around`: what stands there, if that was looked at. Raises OSError, StoreError."""
         store = self._store
         if not self._elected():
             return
@@ -68,9 +74,9 @@ class Collector:
         headroom = segment_bytes if store.empties else 0
         headroom += max(store.capacity_bytes // _HEADROOM_SHARE, segment_bytes) if store.timing.grace_s else 0
         self._free(store.room.reserved_bytes() - self._on_their_way_bytes() + headroom - store.capacity_bytes)
-        if store.clock() >= self._list_due:
+        if around is not None:
             self._list_due = store.clock() + min(store.timing.list_s, max(store.timing.dead_s / 4, store.timing.collect_s))
-            self._tidy()
+            self._tidy(around.listing)
 
     def make_room(self, nbytes: int) -> bool:
         """Free so many bytes at once, for a write that waits; False where this process is not the collector, or where bytes
@@ -261,12 +267,11 @@ class Collector:
 
     # What dead writers left.
 
-    def _tidy(self) -> None:
+    def _tidy(self, listing: Listing) -> None:
         store = self._store
         dead = [w for w in list(store.writers.said_at) if self._is_dead(w)]
         if dead:
             self._take_in(dead)
-        listing = store.directory.list()
         with store.lock:
             known = {s.name for s in store.books.segments.values() if s.opened}
         strange = [store.directory.segment_path(n) for n in listing.segments - known if n.writer not in listing.journals]

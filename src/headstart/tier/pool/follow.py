@@ -22,6 +22,7 @@ class Writers:
 
     def __init__(self, disk: Disk, directory: Directory, *, clock: Callable[[], float], counters: Counters) -> None:
         self.said_at: dict[bytes, float] = {}  # when each was last seen to say something, by the own clock
+        self.looked_at = clock()  # up to then all were read
         self.left: set[bytes] = set()  # those that said that they have closed
         self.journals_bytes = 0  # of those that are followed
         self._disk = disk
@@ -34,6 +35,7 @@ class Writers:
         """Return what writers but `own` said since the last look. Raises Missed where that cannot be told of all of them (who
         removed something may be the one that could not be read), OSError where nothing can. A journal that is damaged costs
         what stands behind the damage."""
+        begun = self._clock()
         newest = self._directory.list_journals()
         newest.pop(own, None)
         said: list[tuple[bytes, Sequence[Loaded]]] = []
@@ -59,6 +61,7 @@ class Writers:
         self.journals_bytes = sum(tail.position for tail in self._tails.values())
         if missed is not None:
             raise Missed(said) from missed
+        self.looked_at = begun
         return said
 
     def generation(self, writer: bytes) -> int | None:
@@ -66,9 +69,10 @@ class Writers:
         return None if tail is None else tail.generation
 
     def silent_s(self, writer: bytes) -> float | None:
-        """Return for how long a writer has said nothing, as far as this process has seen; None for one it does not know."""
+        """Return for how long a writer had said nothing when all were last read; None for one that this process does not know.
+        Safe from any thread: whoever asks while nothing can be read takes nobody for silent."""
         said_at = self.said_at.get(writer)
-        return None if said_at is None else self._clock() - said_at
+        return None if said_at is None else max(0.0, self.looked_at - said_at)
 
     def writing(self, *, silent_s: float) -> int:
         """Return how many others write, as far as they have said something within `silent_s`."""

@@ -129,21 +129,24 @@ class PoolReading:
         if row is not None:
             self._store.books.set_leases(row, leases)
 
-    def _read(self, read: ReadRange) -> int:
-        held = self._held.get(read.extent)
+    def _held_for(self, extent: ExtentId, offset: int, nbytes: int) -> _Held:
+        """Return where an extent lies of which so much is to be read now. Raises StoreError."""
+        held = self._held.get(extent)
         if held is None:
             self._store.counters.add("read_failed_gone")
-            raise StoreError("the extent is not leased, or was removed", reason="gone", tier=self._tier, extent=read.extent)
-        self._require_time(held, read.extent)
-        wanted = sum(buffer.nbytes for buffer in read.buffers)
-        if read.offset < 0 or read.offset + wanted > held.nbytes:
+            raise StoreError("the extent is not leased, or was removed", reason="gone", tier=self._tier, extent=extent)
+        self._require_time(held, extent)
+        if offset < 0 or offset + nbytes > held.nbytes:
             raise StoreError(
-                f"{self._tier} tier: bytes {read.offset} to {read.offset + wanted} of an extent of {held.nbytes} were "
-                "asked for",
+                f"{self._tier} tier: bytes {offset} to {offset + nbytes} of an extent of {held.nbytes} were asked for",
                 reason="range",
                 tier=self._tier,
-                extent=read.extent,
+                extent=extent,
             )
+        return held
+
+    def _read(self, read: ReadRange) -> int:
+        held = self._held_for(read.extent, read.offset, sum(buffer.nbytes for buffer in read.buffers))
         try:
             got = self._read_held(held, read)
         except ExtentCorrupt as error:  # the file's header is not what it was, or not there yet

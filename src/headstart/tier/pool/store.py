@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from headstart.block.representation import Representation
@@ -25,7 +25,7 @@ from headstart.policy.retention import Retention
 from headstart.tier.base import ExtentId, WriteOutcome
 from headstart.tier.disk.books import Books
 from headstart.tier.disk.bulk import Loaded
-from headstart.tier.disk.directory import MARKER, Directory
+from headstart.tier.disk.directory import MARKER, Directory, Listing
 from headstart.tier.disk.door import Disk, Handle
 from headstart.tier.disk.files import SegmentFiles
 from headstart.tier.disk.journal import Journal
@@ -67,10 +67,19 @@ class Attempt:
     given_up = False
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What stood there when everything was listed; `known`: the sealed segments that the books knew before."""
+
+    known: Sequence[Segment]
+    listing: Listing
+
+
 class PoolStore:
     """`lock` guards `books` and is never held across I/O; what changes something takes a turn. `followed_at`: up to then all
-    journals were read, by `clock`. `tier`: the name of what it is the store of. `empties`: segments hold several extents, so
-    what is worth keeping in one that goes is written anew. `late`: lengths and bytes may be seen later than their record."""
+    journals were read, by `clock`. `list_due`: when everything is to be listed next. `tier`: the name of what it is the store
+    of. `empties`: segments hold several extents, so what is worth keeping in one that goes is written anew. `late`: lengths and
+    bytes may be seen later than their record."""
 
     tier = "pool"
     empties = True
@@ -117,7 +126,7 @@ class PoolStore:
         self._said_at = 0.0
         self._flush_due = clock() + TOUCH_INTERVAL_S
         self._verify_due = clock() + timing.verify_s
-        self._list_due = clock() + timing.list_s
+        self.list_due = clock() + timing.list_s
         self._renew_at = 0
         self.promises = Promises(self)
 
@@ -332,8 +341,15 @@ class PoolStore:
                 if row is not None:
                     self._touched[self.books.name(row)] = self.books.touch(row)
 
-    def upkeep(self) -> None:
-        """Write down uses and promises, show that this writer lives, and keep its journal short. In turn. Raises OSError."""
+    def look_around(self) -> Around:
+        """List everything that is there. Nobody waits for it: that takes long where there is much. Raises OSError."""
+        with self.lock:
+            known = [s for s in self.books.segments.values() if s.opened and s.sealed and not s.gone]
+        return Around(known, self.directory.list())
+
+    def upkeep(self, around: Around | None) -> None:
+        """Write down uses and promises, show that this writer lives, keep its journal short, and, where that was looked at,
+        agree with what is there. In turn. Raises OSError."""
         if self.clock() >= self._flush_due:
             self._flush_due = self.clock() + TOUCH_INTERVAL_S
             self.flush()
@@ -349,9 +365,10 @@ class PoolStore:
                 due = True
         if due:
             self.renew()
-        if self.clock() >= self._list_due:
-            self._list_due = self.clock() + self.timing.list_s
-            self._remove_unsaid(self.forget_missing())
+        if around is not None:
+            self.list_due = self.clock() + self.timing.list_s
+            self.forget_missing(around)
+            self._remove_unsaid(around.listing.segments)
 
     def _has_grown(self) -> bool:
         """Whether the own journal is worth beginning anew. The lock is held."""
@@ -399,16 +416,11 @@ class PoolStore:
         self.journal.append(records, sync=True)
         self._said_at = self.clock()
 
-    def forget_missing(self) -> set[SegmentName]:
-        """Forget what lay in files that are no more; whoever removed one need not have been able to tell. Return which are
-        there. Raises OSError."""
-        with self.lock:
-            known = [s for s in self.books.segments.values() if s.opened and s.sealed and not s.gone]
-        there = self.directory.list_segments()
+    def forget_missing(self, around: Around) -> None:
+        """Forget what lay in files that are no more; whoever removed one need not have been able to tell. Raises OSError."""
+        there = around.listing.segments
         # A folder may be read late as well; where nothing lives in a file that costs nothing.
-        gone = [s for s in known if s.name not in there and (not s.rows or self._is_missing(s))]
-        self.lost(gone)
-        return there
+        self.lost([s for s in around.known if not s.gone and s.name not in there and (not s.rows or self._is_missing(s))])
 
     def lost(self, segments: Sequence[Segment]) -> None:
         """The files of segments are not there: what was in them is forgotten, unless the whole pool is not there. Raises

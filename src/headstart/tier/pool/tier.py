@@ -1,8 +1,8 @@
 """The pool tier: a directory on a shared file system behind the verbs of `tier.base`.
 
-Lookups and leases are in memory. Reads go to the file system on the caller's thread; all else that touches it is done by two
-threads of the tier's own, one that follows the other machines and one that changes, so a mount that hangs costs a miss and a
-counter.
+Lookups and leases are in memory. Reads go to the file system on the caller's thread; all else that touches it is done by three
+threads of the tier's own: one follows the other machines, one looks after the pool, one changes what it is asked to. So a mount
+that hangs costs a miss and a counter, and what one machine saved is found in time however long collecting takes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class PoolTier:
         self._reading = PoolReading(store)
         self._changes = LookupThread(f"{self.name}-changes")
         self._ending = Event()
-        self._background: Thread | None = None
+        self._background: list[Thread] = []
+        self._looked = False  # the last look at the others' journals succeeded
         self._collect_due = store.clock()
         self._said_silent = False
         self._closed = False
@@ -137,8 +138,9 @@ class PoolTier:
             self._end_threads(0.0)
             raise
         if background:
-            self._background = Thread(target=self._work, name=f"{self.name}-follow", daemon=True)
-            self._background.start()
+            for name, act in (("follow", self._look), ("collect", self._look_after)):
+                self._background.append(Thread(target=self._work, args=(act,), name=f"{self.name}-{name}", daemon=True))
+                self._background[-1].start()
 
     def _unavailable(self, error: OSError) -> TierUnavailable:
         return unavailable(self.path, error)
@@ -381,12 +383,18 @@ class PoolTier:
     # What the tier's own threads do.
 
     def step(self) -> None:
-        """Follow the others once, and do what is due. An error is a counter, and a reason to find nothing for a while."""
+        """Follow the others once, and do what is due."""
+        self._look()
+        self._look_after()
+
+    def _look(self) -> None:
+        """Follow the others once. An error is a counter, and a reason to find nothing for a while."""
         store = self._store
         try:
             store.follow()
-            self._collect()
+            self._looked = True
         except (OSError, StoreError) as error:
+            self._looked = False
             self._counters.add("look_failed")
             log.debug("%s %s: %s", self._called, self.path, error)
         if store.fresh == self._said_silent:
@@ -398,28 +406,39 @@ class PoolTier:
                 "it does not answer; nothing is found in it" if self._said_silent else "it answers again",
             )
 
+    def _look_after(self) -> None:
+        """Collect where that is due, and the others' journals could be read just now. An error is a counter."""
+        try:
+            if self._looked and self._store.fresh:
+                self._collect()
+        except (OSError, StoreError) as error:
+            self._counters.add("collect_failed")
+            log.debug("%s %s: %s", self._called, self.path, error)
+
     @property
     def collects(self) -> bool:
         """Whether this process is the one that collects."""
         return self._collector.holds
 
-    def _work(self) -> None:
+    def _work(self, act: Callable[[], None]) -> None:
         while not self._ending.wait(self._store.timing.look_s):
             try:
-                self.step()
+                act()
             except Exception:
                 self._counters.add("step_errors")
-                log.exception("%s %s: following the others failed unexpectedly", self._called, self.path)
+                log.exception("%s %s: a thread of its own met what it did not expect", self._called, self.path)
 
     def _collect(self, *, wait: bool = False) -> None:
         store = self._store
         if store.read_only or store.clock() < self._collect_due:
             return
+        due = store.clock() >= store.list_due or self._collector.wants_listing
+        around = store.look_around() if due else None
         with store.turn(wait_s=1.0 if wait else _TURN_S) as mine:
             if mine:
                 self._collect_due = store.clock() + store.timing.collect_s
-                store.upkeep()
-                self._collector.step()
+                store.upkeep(around)
+                self._collector.step(around)
 
     def _delete(self, extents: Sequence[ExtentId], reason: str) -> int:
         store = self._store
@@ -466,8 +485,8 @@ class PoolTier:
     def _end_threads(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self._ending.set()
-        if self._background is not None:
-            self._background.join(timeout_s)
+        for thread in self._background:
+            thread.join(max(0.0, deadline - time.monotonic()))
         try:
             self._ask(
                 self._close_store,

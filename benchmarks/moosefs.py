@@ -1,5 +1,5 @@
-"""A real MooseFS cluster for tests and the demo: a master, several chunk servers, and mounts in network namespaces of their
-own.
+"""A real MooseFS cluster for tests/cluster, the demo and benchmarks: a master, several chunk servers, and mounts in network
+namespaces of their own.
 
 MooseFS refuses 127.0.0.1, so the servers live in a network namespace with an address of their own, and each client in another
 one with a link to it. A mount is made by a client in its namespace and seen by everybody. Everything is removed at the end.
@@ -89,11 +89,14 @@ class MooseFS:
 
 
 @contextmanager
-def cluster(*, chunk_servers: int = 3, say: Callable[[str], None] = lambda line: None) -> Iterator[MooseFS]:
-    """Start a cluster; raises Forbidden where this machine does not allow it."""
+def cluster(
+    *, chunk_servers: int = 3, say: Callable[[str], None] = lambda line: None, parent: Path | None = None
+) -> Iterator[MooseFS]:
+    """Start a cluster whose servers keep what they have below `parent`, the usual place for temporary files unless told. Raises
+    Forbidden where this machine does not allow it."""
     _require(say)
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="headstart-moosefs-"))
+        folder = Path(tempfile.mkdtemp(prefix="headstart-moosefs-", dir=parent))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         namespace = f"hs{os.getpid()}"
         try:
