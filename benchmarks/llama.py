@@ -1,8 +1,9 @@
 """The llama engine against llama-server of the same llama.cpp: what a cold prompt and an answer cost, in turn.
 
-The same GGUF, tokens, threads, KV type and attention. llama-server is the one that the wheel `xllamacpp` carries, started
-through its own class in a process of its own. Both have been warmed up and have answered a short request before anything is
-measured. A round is, for one after the other, with who is first changing from round to round:
+The same GGUF, tokens, KV type and attention, and as many threads, which sleep while they wait for one another. llama-server is
+the one that the wheel `xllamacpp` carries, started through its own class in a process of its own. Both have been warmed up and
+have answered a short request before anything is measured. A round is, for one after the other, with who is first changing from
+round to round:
 
     cold     a prompt of PROMPT tokens that nobody has seen, and ANSWER tokens: seconds and CPU seconds to the first token, and
              for each token behind it. Ours writes the prompt to disk meanwhile, and what is left of that afterwards is told
@@ -188,6 +189,7 @@ class Theirs(Side):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as our own server has it
             text=True,
         )
         assert process.stdout is not None

@@ -31,6 +31,8 @@ def open_model(config: Config, *, on_progress: OnProgress) -> Served:
 
     A cache directory that cannot be used is no error: the engine serves without and says so in `info.cache`."""
 
+    prefer_sleeping_threads()  # before libraries that compute are imported
+
     def part(stage: str, fraction: float | None) -> None:
         if stage != "ready":  # a part that is ready is not yet the whole
             on_progress(stage, fraction)
@@ -48,7 +50,6 @@ def _refuse_roles(config: Config, what: str) -> None:
 
 
 def _open_folder(folder: ModelFolder, config: Config, part: OnProgress) -> Served:
-    prefer_sleeping_threads()  # libllama's stay awake within a pass: they meet a thousand times in it
     part("importing torch and transformers", None)
     with suppress(ImportError):  # whoever needs what is missing says so, with what to install
         _import_libraries()
