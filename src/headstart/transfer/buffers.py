@@ -28,7 +28,9 @@ def flat(buffers: Sequence[memoryview] | npt.NDArray[np.uint8]) -> Bytes:
 
 
 def total_bytes(buffers: Bytes) -> int:
-    return buffers.nbytes if isinstance(buffers, np.ndarray) else sum(buffer.nbytes for buffer in buffers)
+    if isinstance(buffers, np.ndarray):
+        return buffers.nbytes
+    return buffers[0].nbytes if len(buffers) == 1 else sum(buffer.nbytes for buffer in buffers)
 
 
 def split(buffers: Sequence[memoryview], sizes: Sequence[int]) -> list[list[memoryview]]:

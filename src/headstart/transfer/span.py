@@ -317,6 +317,7 @@ class _RangeJob(_Job):
 
     def attempt(self, staging: Staging, wanted: int) -> None:
         some: list[_Part] = []  # which the load is not told of yet
+        nbytes = 0  # of those
         fault: Fault | None = None
         try:
             for part in self.coming or self._read(staging, wanted):
@@ -324,9 +325,10 @@ class _RangeJob(_Job):
                 if found is not None and (fault is None or found.piece < fault.piece):
                     fault = found
                 some.append(part)
-                if sum(one.nbytes for one in some) >= _TOLD_BYTES:
+                nbytes += part.nbytes
+                if nbytes >= _TOLD_BYTES:
                     self._tell(some, fault)
-                    some = []
+                    some, nbytes = [], 0
         except (StoreError, OSError):
             if some:
                 self._tell(some, fault)
@@ -363,4 +365,7 @@ class _RangeJob(_Job):
 
 def _place(layout: ExtentLayout, layer: int, first: int, count: int) -> tuple[int, Sequence[int]]:
     """Return where pieces of a layer begin in the extent's image, and their sizes."""
+    size = layout.layer_bytes[layer]
+    if size is not None:  # asked for with every layer of every extent
+        return layout.layer_offsets[layer] + first * size, [size] * count
     return layout.piece_range(layer, first, count)[0], layout.piece_sizes(layer, first, count)
