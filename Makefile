@@ -31,8 +31,8 @@ test: $(VENV)/.installed  ## all tests that take under ten minutes together
 test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (4 GB to fetch, about a quarter of an hour)
 	@sh tests/vllm/run.sh $(BIN) $(TESTS)
 
-test-cluster: $(VENV)/.installed  ## the pool on a real MooseFS, the object tier on a real S3 server, workers on Ray: installed and started (root, some minutes)
-	$(BIN)/pip install -q 'ray>=2.40'
+test-cluster: $(VENV)/.installed  ## the pool on a real MooseFS, the object tier on a real S3 server, workers on Ray, KV over NIXL: installed and started (root, some minutes)
+	$(BIN)/pip install -q 'ray>=2.40' 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -q -m cluster tests/cluster $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint, types, import contracts

@@ -249,6 +249,10 @@ class HandoffConfig:
     timeout_s: Annotated[
         float, Meta(gt=0, le=600, description="after which another worker that does nothing is given up, and its part computed")
     ] = 10.0
+    nixl: Annotated[
+        bool,
+        Meta(description="KV goes between machines by NIXL (RDMA where the network has it), with workers that do so too"),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A real model, three servers: prompts computed by one and answered by another, which is killed, or whose partner is."""
+"""A real model, four servers: prompts computed by one and answered by another, which is killed, or whose partner is."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Fleet:
     alone: ServerProcess
     prefill: ServerProcess
     decode: ServerProcess
+    over_nixl: ServerProcess  # as `decode`, but for how KV comes from other machines
     addresses: list[str]
 
 
@@ -38,15 +39,16 @@ def fleet(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     common += ["--prefill-chunk", "128", "--handoff-secret", str(secret)]
     listen = f"ipc://{home}/p.sock, tcp://127.0.0.1:0"
     with ExitStack() as stack:
-        alone, prefill, decode = (
+        alone, prefill, decode, over_nixl = (
             stack.enter_context(ServerProcess([*common, *more], log=home / f"{name}.log"))
             for name, more in (
                 ("alone", []),
-                ("prefill", ["--role", "prefill", "--handoff-listen", listen]),
+                ("prefill", ["--role", "prefill", "--handoff-listen", listen, "--handoff-nixl"]),
                 ("decode", ["--role", "decode"]),
+                ("over_nixl", ["--role", "decode", "--handoff-nixl"]),
             )
         )
-        yield Fleet(alone, prefill, decode, _addresses(prefill))
+        yield Fleet(alone, prefill, decode, over_nixl, _addresses(prefill))
 
 
 def _addresses(prefill: ServerProcess) -> list[str]:
@@ -84,19 +86,39 @@ def _begun(fleet: Fleet, prompt: list[int], pool: ThreadPoolExecutor) -> Future[
     return answer
 
 
-@pytest.mark.parametrize("way", [0, 1], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("way", [0, 1, 2], ids=["shared memory", "tcp", "nixl"])
 def test_the_tokens_are_those_of_one_worker(fleet: Fleet, way: int) -> None:
+    decode, address = (fleet.over_nixl, fleet.addresses[1]) if way == 2 else (fleet.decode, fleet.addresses[way])
+    written = fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total")
     for number, more in enumerate(({}, {"temperature": 0.8, "top_p": 0.9, "seed": 11})):
         prompt = _prompt(10 * way + number)
         sent = fleet.prefill.metric("headstart_engine_handoff_sent_bytes_total")
         early = fleet.prefill.metric("headstart_engine_handoff_sent_early_bytes_total")
-        here, there = _ask(fleet.alone, prompt, **more), _ask(fleet.decode, prompt, fleet.addresses[way], **more)
+        here, there = _ask(fleet.alone, prompt, **more), _ask(decode, prompt, address, **more)
         assert there["choices"][0]["text"] == here["choices"][0]["text"]
         assert there["usage"] == here["usage"]
         sent = fleet.prefill.metric("headstart_engine_handoff_sent_bytes_total") - sent
         early = fleet.prefill.metric("headstart_engine_handoff_sent_early_bytes_total") - early
         assert sent == 640 * 46_080
         assert early > sent / 2  # five of six passes were over by then
+    written = fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total") - written
+    assert written == (2 * 640 * 46_080 if way == 2 else 0)
+
+
+def test_a_worker_that_takes_kv_over_nixl_is_killed_in_the_middle(fleet: Fleet) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        before = fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total")
+        answer = pool.submit(_ask, fleet.over_nixl, _prompt(300), fleet.addresses[1])
+        _eventually(lambda: fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total") > before)
+        fleet.over_nixl.kill()
+        with pytest.raises(httpx.TransportError):
+            answer.result(300)
+    _eventually(lambda: fleet.prefill.metric("vllm:num_requests_running") == 0)
+    fleet.over_nixl.start()
+    prompt = _prompt(301)
+    there, here = _ask(fleet.over_nixl, prompt, fleet.addresses[1]), _ask(fleet.alone, prompt)
+    assert there["choices"][0]["text"] == here["choices"][0]["text"]
+    assert fleet.over_nixl.metric("headstart_engine_handoff_lost_total") == 0
 
 
 def test_the_computing_worker_is_killed_in_the_middle(fleet: Fleet) -> None:

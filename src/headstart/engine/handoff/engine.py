@@ -21,6 +21,7 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import Config, made_by, warn_of_readers
 from headstart.engine.base import EngineLoad, GenerationRequest, Role, TokenEvent
 from headstart.engine.handoff.prefill import PrefillServer
+from headstart.engine.handoff.receiving import WINDOW_BYTES
 from headstart.engine.handoff.taking import Side, Taking
 from headstart.engine.serving.door import ServingEngine
 from headstart.engine.serving.limits import refuse_impossible
@@ -28,6 +29,7 @@ from headstart.engine.speeds import Speeds
 from headstart.errors import ConfigError, RequestError
 from headstart.metrics import Counters
 from headstart.transfer.wire.address import is_local
+from headstart.transfer.wire.remote import RemoteMemory
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class HandoffEngine:
     any time: what is under way ends as it began.
 
     `listen`: where others may ask for prompts, if anywhere. `secret`: what all workers know, b"" for none; only this machine's
-    workers are talked to then. `timeout_s`: how long another worker may do nothing before it counts as lost."""
+    workers are talked to then. `timeout_s`: how long another worker may do nothing before it counts as lost.
+    `nixl`: whether KV goes to and from other machines by NIXL, where the other side does so too."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class HandoffEngine:
         listen: Sequence[str] = (),
         secret: bytes = b"",
         timeout_s: float = 10.0,
+        nixl: bool = False,
     ) -> None:
         for address in listen:
             if not secret and not is_local(address):
@@ -59,6 +63,11 @@ class HandoffEngine:
                     "--handoff-secret FILE, or listen on this machine alone",
                     key="handoff.listen",
                 )
+        if nixl and not secret:
+            raise ConfigError(
+                "NIXL lets others write into this process's memory; give all workers one --handoff-secret FILE",
+                key="handoff.nixl",
+            )
         self.inner = inner
         self.info = inner.info
         self.role = role
@@ -68,7 +77,8 @@ class HandoffEngine:
         self._counters = Counters()
         self._lock = Lock()
         self._under_way: dict[str, Taking] = {}
-        self._side = Side(inner, cache, self._counters, secret, timeout_s, self.identity)
+        self._memory = RemoteMemory(region_bytes=WINDOW_BYTES) if nixl else None
+        self._side = Side(inner, cache, self._counters, secret, timeout_s, self.identity, self._memory)
         self._closed = False
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="handoff-decode")
         self._server = None
@@ -83,6 +93,7 @@ class HandoffEngine:
                 serves=lambda: self.role != "decode",
                 identity=self.identity,
                 wake=inner.wake,
+                memory=self._memory,
             )
         self.addresses: tuple[str, ...] = () if self._server is None else self._server.addresses
 
@@ -152,6 +163,8 @@ class HandoffEngine:
         if self._server is not None:
             self._server.close()
         self._threads.shutdown(wait=True)
+        if self._memory is not None:
+            self._memory.close()
         self.inner.close()
 
     def identity(self, adapter: str | None) -> Identity | None:
@@ -211,6 +224,7 @@ def opened(inner: ServingEngine[Any], cache: PrefixCache | None, config: Config)
         listen=listen,
         secret=b"" if settings.secret is None else _secret(settings.secret),
         timeout_s=settings.timeout_s,
+        nixl=settings.nixl,
     )
     where = f", other workers ask for prompts at {', '.join(engine.addresses)}" if engine.addresses else ""
     _log.info("role %s%s", engine.role, where)

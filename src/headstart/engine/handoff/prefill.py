@@ -27,6 +27,7 @@ from headstart.errors import RequestError, WireError
 from headstart.metrics import Counters
 from headstart.transfer.wire.address import leave, listen
 from headstart.transfer.wire.messages import Accept, Ask, Beat, End, Pieces, Refuse, Sealing, Taken, Told
+from headstart.transfer.wire.remote import Reached, RemoteMemory
 from headstart.transfer.wire.session import Session
 from headstart.transfer.wire.window import Places, Window
 
@@ -41,7 +42,7 @@ _ROOT_BYTES = 32
 
 class PrefillServer:
     """Listens on `addresses` and asks `engine`, whose KV `cache` knows how to name. `serves`: whether prompts are computed for
-    others now; `identity`: of an adapter's blocks."""
+    others now; `identity`: of an adapter's blocks; `memory`: with it KV goes by NIXL to who lends its own."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class PrefillServer:
         serves: Callable[[], bool],
         identity: Callable[[str | None], Identity | None],
         wake: Callable[[], None],
+        memory: RemoteMemory | None = None,
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -64,6 +66,7 @@ class PrefillServer:
         self._serves = serves
         self._identity = identity
         self._wake = wake
+        self._memory = memory
         self._lock = Lock()
         self._closed = False
         self._connections: dict[Thread, socket.socket] = {}
@@ -144,7 +147,7 @@ class PrefillServer:
         info = self._engine.info
         most = LEAST_ASK_BYTES + 4 * info.context_tokens + info.vocabulary
         message, descriptor = session.receive_with_descriptor(most=most)
-        window = None
+        window: Window | Reached | None = None
         try:
             if not isinstance(message, Ask) or message.have < 0:
                 raise WireError("something else was expected, namely what to compute", reason="garbage")
@@ -175,8 +178,12 @@ class PrefillServer:
             return
         stack.callback(self._engine.abort, id)  # unknown by then, unless nobody wants it any more
         session.send(Accept())
+        if window is None and message.remote is not None and self._memory is not None and session.keyed:
+            window = self._memory.reach(message.remote)
+            if window is not None:
+                stack.callback(window.close)
         keys = chain_keys(np.asarray(tokens, "<u4"), root=message.root, salt=what.salt, shared_tokens=what.shared_tokens)
-        _Sending(self._cache, session, out, keys, window, self._counters).run()
+        _Sending(self._cache, session, out, keys, window, self._counters, self._timeout_s).run()
 
     def _why_not(self, ask: Ask, what: Asked) -> Refuse | None:
         """Return why a prompt is not computed for who asks, None where it is."""
@@ -204,15 +211,17 @@ class _Sending:
         session: Session,
         out: Outgoing,
         keys: Sequence[bytes],
-        window: Window | None,
+        window: Window | Reached | None,
         counters: Counters,
+        timeout_s: float,
     ) -> None:
         self._representation = cache.representation
         self._session = session
         self._out = out
         self._keys = keys
         self._window = window
-        self._places = None if window is None else Places(window.view.nbytes)
+        self._places = None if window is None else Places(window.nbytes)
+        self._timeout_s = timeout_s
         self._counters = counters
         self._sealing = Sealing(session.key, self._representation.digest, keyed=session.keyed)
         self._first_told = False
@@ -250,7 +259,11 @@ class _Sending:
         at = self._place(data.nbytes)
         check = self._sealing.check([data], key=key, layer=part.layer)
         if at is not None and self._window is not None:
-            np.copyto(np.frombuffer(self._window.view, np.uint8, data.nbytes, at), data)
+            if not self._window.put(data, at, timeout_s=self._timeout_s):
+                at, self._window = None, None  # sent, as all that comes; what was put there before is still given back
+                self._counters.add("handoff_nixl_lost")
+            elif isinstance(self._window, Reached):
+                self._counters.add("handoff_nixl_bytes", data.nbytes)
         payload = [] if at is not None else [data.data]
         self._session.send(Pieces(part.layer, part.first, part.count, check, at), payload)
         self._counters.add("handoff_sent_bytes", data.nbytes)
@@ -258,8 +271,8 @@ class _Sending:
             self._counters.add("handoff_sent_early_bytes", data.nbytes)  # while the prompt was still being computed
 
     def _place(self, nbytes: int) -> int | None:
-        """Return where bytes go in the shared memory, once there is room; None where they are sent."""
-        if self._places is None or self._window is None or nbytes > self._window.view.nbytes // 2:
+        """Return where bytes go in the other side's memory, once there is room; None where they are sent."""
+        if self._places is None or self._window is None or nbytes > self._window.nbytes // 2:
             return None
         while (at := self._places.take(nbytes)) is None:
             self._take(timeout_s=None)

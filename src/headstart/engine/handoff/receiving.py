@@ -13,6 +13,7 @@ from headstart.engine.handoff.asking import Result, result
 from headstart.errors import WireError
 from headstart.metrics import Counters
 from headstart.transfer.wire.messages import MOST_RUN_BYTES, Accept, Ask, Beat, End, Pieces, Refuse, Sealing, Taken, Told
+from headstart.transfer.wire.remote import Lent, RemoteMemory
 from headstart.transfer.wire.session import Session
 from headstart.transfer.wire.window import Window
 
@@ -33,9 +34,10 @@ class Receiving:
         on_result: Callable[[Result], None],
         patience_s: float,
         left_s: float | None = None,
+        memory: RemoteMemory | None = None,
     ) -> None:
         """`patience_s`: how long the other side may say that it is there and get no further; `left_s`: until the request's
-        deadline, None for none."""
+        deadline, None for none. `memory`: what a worker of another machine writes into, where there is NIXL."""
         self._ends_s = None if left_s is None else time.monotonic() + left_s
         self._patience_s = patience_s
         self._got_further_s = time.monotonic()
@@ -46,7 +48,8 @@ class Receiving:
         self._on_result = on_result
         self._representation = arrival.prompt.representation
         self._sealing = Sealing(session.key, self._representation.digest, keyed=session.keyed)
-        self._window: Window | None = None
+        self._memory = memory
+        self._window: Window | Lent | None = None
         self._scratch = bytearray()
         self._bytes = 0
         self._piece_bytes = sum(filter(None, self._representation.layer_bytes))
@@ -56,13 +59,17 @@ class Receiving:
         """Ask, and take all that comes. Raises WireError (reason "refused_…" where the other side does not want to): what has
         been put in place by then is good."""
         made = Window.make(WINDOW_BYTES) if self._session.local else None
+        lent = None if self._session.local or self._memory is None else self._memory.lend()
         have = self._arrival.stored_tokens // self._representation.piece_tokens
         try:
             if made is not None:
                 self._window = made[0]
+            elif lent is not None:
+                self._window = lent
             nbytes = 0 if made is None else WINDOW_BYTES
             try:
-                ask = Ask(root, self._representation.digest, have, nbytes, request)
+                remote = None if lent is None else lent.remote
+                ask = Ask(root, self._representation.digest, have, nbytes, request, remote)
                 self._session.send(ask, descriptors=[] if made is None else [made[1]])
             finally:
                 if made is not None:
@@ -121,7 +128,7 @@ class Receiving:
     def _copy(self, at: int, place: memoryview) -> None:
         window = self._window
         if window is None or not 0 <= at <= at + place.nbytes <= window.view.nbytes:
-            raise WireError("pieces were said to be where no shared memory is", reason="garbage")
+            raise WireError("pieces were said to be where no memory of this prompt is", reason="garbage")
         np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(window.view, np.uint8, place.nbytes, at))
         self._session.send(Taken(1))
 

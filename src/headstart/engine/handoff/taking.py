@@ -24,6 +24,7 @@ from headstart.errors import ConfigError, RequestError, WireError
 from headstart.metrics import Counters
 from headstart.tier.base import Terms
 from headstart.transfer.wire.address import connect, is_local
+from headstart.transfer.wire.remote import RemoteMemory
 from headstart.transfer.wire.session import Session
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ _PATIENCE = 6  # times the timeout: so long another worker may say that it is th
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What all requests of a worker have in common. `identity`: of an adapter's blocks; None: the cache's own."""
+    """What all requests of a worker have in common. `identity`: of an adapter's blocks; None: the cache's own. `memory`: for
+    what workers of other machines write by NIXL."""
 
     inner: ServingEngine[Any]
     cache: PrefixCache
@@ -43,6 +45,7 @@ class Side:
     secret: bytes
     timeout_s: float
     identity: Callable[[str | None], Identity | None]
+    memory: RemoteMemory | None
 
 
 class Taking:
@@ -129,6 +132,7 @@ class Taking:
                 on_result=self._on_result,
                 patience_s=_PATIENCE * side.timeout_s,
                 left_s=(left_s := self._left_s()),
+                memory=side.memory,
             )
             asked = Asked.of(request, deadline_s=left_s)
             receiving.run((identity or side.cache.identity).root(), encoded(asked))

@@ -5,7 +5,7 @@
            ◀──────────────────────── Accept │ Refuse
            ◀──────────────────────── Pieces …               of one layer, as soon as it is computed; their bytes follow
            ◀──────────────────────── Told …                 how far it is, and the first token
-        Taken ──────────────────────▶                       so many places in shared memory are free again
+        Taken ──────────────────────▶                       so many places in that memory are free again
            ◀──────────────────────── Beat                   nothing yet, and still there
            ◀──────────────────────── End                    that was all
 
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headstart.block.checks import CHECK_BYTES, Buffer, flat, piece_check
+from headstart.transfer.wire.remote import Remote
 
 VERSION = 1
 MOST_RUN_BYTES = 32 << 20  # of all layers of what is sent as one run, unless a single piece has more
@@ -27,13 +28,15 @@ MOST_RUN_BYTES = 32 << 20  # of all layers of what is sent as one run, unless a 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """`root` and `representation`: whose KV it must be. `have`: pieces from the prompt's start that need not be sent.
-    `window`: bytes of shared memory whose descriptor comes with this, 0 for none. `request`: for the engine."""
+    `window`: bytes of shared memory whose descriptor comes with this, 0 for none. `remote`: memory that can be written into
+    from another machine. `request`: for the engine."""
 
     root: bytes
     representation: bytes
     have: int
     window: int
     request: bytes
+    remote: Remote | None = None
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
@@ -48,8 +51,8 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
-    """`count` pieces of `layer` from piece `first` of the prompt on, all that the run has. `at`: where they lie in the shared
-    memory; None: they follow. `check`: over their bytes, see `Sealing`."""
+    """`count` pieces of `layer` from piece `first` of the prompt on, all that the run has. `at`: where they lie in the memory
+    that came with `Ask`; None: they follow. `check`: over their bytes, see `Sealing`."""
 
     layer: int
     first: int

@@ -1,0 +1,157 @@
+"""NIXL itself, between two processes: what one writes into the other's memory, and what becomes of who dies, stalls or lies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from headstart.errors import ConfigError, MissingExtra
+from headstart.transfer.wire import remote as remote_module
+from headstart.transfer.wire.remote import Remote, RemoteMemory
+
+pytestmark = pytest.mark.cluster
+
+NBYTES = 4 << 20
+
+# Lends memory, says where, and says of what lies there by its sum whenever it is asked.
+_LENDER = f"""
+import sys, msgspec
+from headstart.transfer.wire.remote import RemoteMemory
+memory = RemoteMemory(region_bytes={NBYTES})
+lent = memory.lend()
+print(msgspec.json.encode(lent.remote).decode(), flush=True)
+for line in sys.stdin:
+    print(sum(lent.view[:1000]), lent.view[{NBYTES} - 1], flush=True)
+lent.close()
+memory.close()
+"""
+
+
+@pytest.fixture
+def lender() -> Iterator[tuple[subprocess.Popen[str], Remote]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    told = next(line for line in child.stdout if line.startswith("{"))  # NIXL writes its log there too
+    try:
+        yield child, msgspec.json.decode(told, type=Remote)
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[RemoteMemory]:
+    mine = RemoteMemory(region_bytes=NBYTES)
+    yield mine
+    mine.close()
+
+
+def _seen(child: subprocess.Popen[str]) -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("?\n")
+    child.stdin.flush()
+    return child.stdout.readline().strip()
+
+
+def test_what_is_put_lies_in_the_other_process(memory: RemoteMemory, lender: tuple[subprocess.Popen[str], Remote]) -> None:
+    child, there = lender
+    reached = memory.reach(there)
+    assert reached is not None
+    assert reached.put(np.full(1000, 3, np.uint8), 0, timeout_s=30)
+    assert _seen(child) == "3000 0"
+    assert reached.put(np.full(NBYTES, 7, np.uint8), 0, timeout_s=30)
+    assert _seen(child) == "7000 7"
+    assert reached.put(np.full(1, 9, np.uint8), NBYTES - 1, timeout_s=30)
+    assert not reached.put(np.full(2, 9, np.uint8), NBYTES - 1, timeout_s=30)  # beyond its end
+    assert _seen(child) == "7000 9"
+    reached.close()
+    again = memory.reach(there)  # its agent is known by now
+    assert again is not None
+    assert again.put(np.full(1000, 1, np.uint8), 0, timeout_s=30)
+    assert _seen(child) == "1000 9"
+    again.close()
+
+
+def test_who_is_killed_or_stands_still_is_given_up_in_time(
+    memory: RemoteMemory, lender: tuple[subprocess.Popen[str], Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # as between machines
+    child, there = lender
+    reached = memory.reach(there)
+    assert reached is not None
+    assert reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=30)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=1)
+    reached.close()
+    reached.close()
+
+
+def test_writes_that_never_end_keep_their_memory_and_are_bounded(tmp_path: Path) -> None:
+    """In a process of its own, which NIXL's own state cannot outlive: over TCP, into a process that stands still."""
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        f"""
+import os, signal, subprocess, sys
+import msgspec, numpy as np
+from headstart.transfer.wire.remote import Remote, RemoteMemory
+child = subprocess.Popen([sys.executable, "-c", {_LENDER!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+there = msgspec.json.decode(next(line for line in child.stdout if line.startswith("{{")), type=Remote)
+memory = RemoteMemory(region_bytes={NBYTES})
+reached = memory.reach(there)
+assert reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=30)
+reached.close()
+child.send_signal(signal.SIGSTOP)
+put = 0
+while (reached := memory.reach(there)) is not None:
+    assert put < 8, "never given up"
+    assert not reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=-3)  # less the time that so many bytes are given
+    assert not reached.put(np.ones(1, np.uint8), 0, timeout_s=30)
+    reached.close()
+    put += 1
+child.kill()
+print("given up after", put, flush=True)
+os._exit(0)
+"""
+    )
+    ran = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "UCX_TLS": "tcp"}, capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout.splitlines()[-1:] == ["given up after 4"], ran.stderr
+
+
+def test_an_agent_that_is_none_is_not_reached(memory: RemoteMemory) -> None:
+    assert memory.reach(Remote(b"nothing that NIXL wrote", 4096, NBYTES)) is None
+    assert memory.reach(Remote(bytes(1 << 20), 4096, NBYTES)) is None
+    lent = memory.lend()
+    assert memory.reach(Remote(lent.remote.agent, lent.remote.address, 0)) is None
+    lent.close()
+    lent.close()
+
+
+def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_PACKAGES", ("headstart_has_no_such_module",))
+    with pytest.raises(MissingExtra, match=r"headstart\[nixl\]"):
+        RemoteMemory(region_bytes=NBYTES)
+
+
+def test_a_nixl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_PACKAGES", ("json",))
+    with pytest.raises(ConfigError, match="NIXL does not start"):
+        RemoteMemory(region_bytes=NBYTES)
