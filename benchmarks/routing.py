@@ -65,7 +65,7 @@ def table(result: dict[str, Any]) -> str:
 
 def _workloads(workers: int, *, smoke: bool) -> dict[str, dict[str, Trace]]:
     random = Random(1)
-    conversation = read(_TRACES / "conversation.jsonl.gz", limit=60 if smoke else 8000)
+    conversation = read(_TRACES / "conversation.jsonl.gz", limit=60 if smoke else max(4000, 125 * workers))
     sessions = read(_TRACES / "agent_sessions", limit=2 if smoke else None)
     return {
         "conversation": {
@@ -77,7 +77,7 @@ def _workloads(workers: int, *, smoke: bool) -> dict[str, dict[str, Trace]]:
         },
         "one hot prefix": {
             load: hot_prefix(
-                requests=80 if smoke else min(200 * workers, 6400),
+                requests=80 if smoke else 100 * workers,
                 per_s=per_s * workers,
                 shared=8192,
                 own=1024,
