@@ -23,7 +23,7 @@ from headstart.tier.disk import DiskTier
 
 def run(*, smoke: bool = False) -> dict[str, Any]:
     """Return seconds to open, by what happened before."""
-    blocks, rounds = (20_000, 1) if smoke else (1_000_000, 7)
+    blocks, rounds = (20_000, 1) if smoke else (1_000_000, 5)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=benchmark_home()) as folder:
         where = where_it_ran(Path(folder))
         return {"where": where, "blocks": blocks, "openings": [*_openings(Path(folder), blocks, rounds)]}

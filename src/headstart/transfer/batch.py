@@ -97,7 +97,7 @@ class Batch:
         heads: Sequence[Head],
         raw: RawExtents,
         layers: Table,
-        memory: Sequence[npt.NDArray[np.uint8]],
+        memory: Sequence[object],
     ) -> None:
         count, per_piece = prompt.representation.layers, prompt.representation.blocks_per_piece
         self.load = load
@@ -188,7 +188,7 @@ class Batch:
         """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more, and
         what waits for a head is left to whoever is reading that."""
         memory = memoryview(b"") if staging is None else staging.take(self._staging_bytes)
-        address = np.frombuffer(memory, np.uint8).ctypes.data
+        address = native.address_of(memory) if memory.nbytes else 0
         while True:
             first = self._take_ready() if self._waiting else -1
             outcome, number = self._reader.work(self._batch, address, memory.nbytes, int(_SLICE_S * 1e9), first)

@@ -154,26 +154,29 @@ def _address(array: npt.NDArray[np.generic]) -> int:
     return address
 
 
-def destination_of(into: KVView, load: Load) -> tuple[Table, list[npt.NDArray[np.uint8]]] | None:
+def destination_of(into: KVView, load: Load) -> tuple[Table, list[object]] | None:
     """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
     layers = []
-    memory = []
+    memory: list[object] = []
     sizes = {nbytes: [nbytes] * load.pieces for nbytes in {*load.representation.layer_bytes} if nbytes is not None}
     for layer, nbytes in enumerate(load.representation.layer_bytes):
         assert nbytes is not None
-        buffers = flat(into.buffers(layer, load.first_piece, sizes[nbytes]))
-        array = (
-            buffers if isinstance(buffers, np.ndarray) else np.frombuffer(buffers[0], np.uint8) if len(buffers) == 1 else None
-        )
-        if array is None or array.nbytes != load.pieces * nbytes or array.dtype != np.uint8 or not array.flags.writeable:
+        found = flat(into.buffers(layer, load.first_piece, sizes[nbytes]))
+        if isinstance(found, np.ndarray):
+            if found.nbytes != load.pieces * nbytes or found.dtype != np.uint8 or not found.flags.writeable:
+                return None
+            rows = _rows_of(found, load.pieces, nbytes)
+            if rows is None:
+                return None
+            address = _address(found)
+        elif len(found) == 1 and found[0].nbytes == load.pieces * nbytes and not found[0].readonly:
+            address, rows = native.address_of(found[0]), (nbytes, 1, nbytes, nbytes)
+        else:
             return None
-        rows = _rows_of(array, load.pieces, nbytes)
-        if rows is None:
-            return None
-        address, (stride, count, row_bytes, row_stride) = _address(array), rows
+        stride, count, row_bytes, row_stride = rows
         direct = not (address | stride | row_stride | row_bytes) % ALIGNMENT
         layers.append((address, nbytes, stride, count, row_bytes, row_stride, direct))
-        memory.append(array)
+        memory.append(found)
     return np.array(layers, native.LAYER), memory
 
 
