@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import run_cli
+from headstart.cli.cache import COMMANDS
 from headstart.errors import HeadstartError
 
 
@@ -36,6 +37,17 @@ def test_help_imports_nothing_heavy() -> None:
         assert f"  {command} " in done.stdout
 
 
+def test_the_help_of_what_takes_long_to_start_imports_nothing_heavy() -> None:
+    asked = [*(["cache", verb] for verb in COMMANDS), ["serve"], ["run"], ["demo"], ["route"], ["why"], ["diff"]]
+    program = (
+        f"import sys; from headstart.cli import run_cli; codes = {{run_cli([*words, '--help']) for words in {asked}}};"
+        "heavy = {'torch', 'transformers', 'numpy', 'uvicorn', 'starlette', 'rich', 'httpx', 'jinja2'} & set(sys.modules);"
+        "sys.exit(f'{codes}, imported {heavy}' if heavy or codes != {0} else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_setting_of_a_server_is_a_flag_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     from headstart.config import settings
 
@@ -45,6 +57,7 @@ def test_every_setting_of_a_server_is_a_flag_of_serve(capsys: pytest.CaptureFixt
     of_router = capsys.readouterr().out
     for key, setting in settings().items():
         assert key == "model" or f"  {setting.flag} " in (of_router if key.startswith("route.") else text)
+    assert not any(f"  --{name} " in of_router for name in ("max-waiting", "strict-models", "answers", "keep-prompts", "role"))
     assert "[default: ]" not in text
 
 

@@ -192,7 +192,7 @@ def test_addresses_say_what_is_wrong_with_them() -> None:
     assert endpoint_seen_from("tcp://127.0.0.1:5557", "http://10.0.0.5:8000") == "tcp://127.0.0.1:5557"
 
 
-def test_whose_a_request_is_is_believed_of_who_has_the_secret_alone(tmp_path: Any) -> None:
+def test_whose_a_request_is_is_believed_of_who_has_the_secret_alone(tmp_path: Any, caplog: Any) -> None:
     key = make_key({"tenant": "Käse&Co", "class": "agent", "priority": 3, "tokens_per_minute": 5}).key
     told = headers_for(Caller(key.tenant, key))
     assert all(value.isascii() for value in told.values())
@@ -210,6 +210,12 @@ def test_whose_a_request_is_is_believed_of_who_has_the_secret_alone(tmp_path: An
     for file in ("short", "none"):
         with pytest.raises(KeysUnreadable, match="openssl rand"):
             read_secret(tmp_path / file)
+    for mode, warned in ((0o600, False), (0o644, True)):
+        caplog.clear()
+        (tmp_path / "key").write_text(secret)
+        (tmp_path / "key").chmod(mode)
+        assert read_secret(tmp_path / "key") == secret
+        assert ("can be read by other users" in caplog.text) == warned
 
 
 def test_events_of_other_engines_are_read_whatever_names_they_give() -> None:
