@@ -92,12 +92,17 @@ class Answers:
         """Return, by number, the answers that an assistant's message may be, the latest first: with the same text but for
         spaces around it, or the same calls by id, name and the JSON of their arguments. Messages that may be none are left
         out."""
-        keys = {at: key for at, message in enumerate(messages) if (key := _key_of(message)) is not None}
+        keys: dict[int, _Key] = {}
+        for at, message in enumerate(messages):
+            if isinstance(message, dict) and message.get("role") == "assistant" and (key := _key_of(message)) is not None:
+                keys[at] = key
         alike: dict[int, tuple[Generated, ...]] = {}
         for at, found in zip(keys, self._kept.get(owner, list(keys.values())), strict=True):
+            if found is None:
+                continue
             message = messages[at]
             content, calls = (message.get("content") or "").strip(), message.get("tool_calls") or []
-            if same := tuple(one for one in found or () if one.content.strip() == content and _same_calls(one.calls, calls)):
+            if same := tuple(one for one in found if one.content.strip() == content and _same_calls(one.calls, calls)):
                 alike[at] = same
         return alike
 
@@ -137,14 +142,12 @@ def _answered(beginnings: _Beginnings, size: int, answers: Iterable[Generated]) 
             yield one, one.prompt_characters
 
 
-def _key_of(message: Any) -> _Key | None:
-    """Return under which key an answer is kept that comes back as `message`; None where it can be none."""
-    if not isinstance(message, Mapping) or message.get("role") != "assistant":
-        return None
+def _key_of(message: Mapping[str, Any]) -> _Key | None:
+    """Return under which key an answer is kept that comes back as `message`, an assistant's; None where it can be none."""
     content, calls = message.get("content") or "", message.get("tool_calls") or ()
-    if not isinstance(content, str) or not (calls == () or isinstance(calls, list)):
-        return None
-    if not all(isinstance(call, Mapping) for call in calls):
+    if calls == () and type(content) is str:
+        return "text", content.strip()  # of nearly all
+    if not isinstance(content, str) or not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         return None
     return _key(content, [str(call.get("id")) for call in calls])
 

@@ -145,8 +145,8 @@ def _special(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None
 
 def _seen(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a template sees of a message: nothing that is null, and reasoning under each name that templates read."""
-    if _REASONINGS.isdisjoint(message) and None not in message.values():
-        return message
+    if len(message) == 2 or (_REASONINGS.isdisjoint(message) and None not in message.values()):
+        return message  # where there are two, they are role and content
     seen = {key: value for key, value in message.items() if value is not None}
     reasoning = next((seen[name] for name in _REASONING if name in seen), None)
     return seen if reasoning is None else {"thinking": reasoning, **seen, "reasoning_content": reasoning}

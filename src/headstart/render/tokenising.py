@@ -69,7 +69,10 @@ class Tokeniser:
     def _sections(self, text: str) -> list[str]:
         if self._special is None:
             return [text]
-        found = [match.start() for match in self._special.finditer(text) if match.group() in self._cut_before]
+        matches = self._special.finditer(text)
+        if self._cut_before is not None:
+            matches = (match for match in matches if match.group() in self._cut_before)
+        found = list(map(re.Match.start, matches))
         # What is as short as the end of a turn goes with what it ends; not so the last, as the text may go on there.
         cuts = [at for at, then in pairwise(found) if then - at >= _SHORT_CHARACTERS] + found[-1:]
         if not cuts or cuts[0] > 0:
@@ -85,19 +88,19 @@ def _nbytes(part: str, ids: tuple[int, ...]) -> int:
     return sys.getsizeof(part) + sys.getsizeof(ids) + _ENTRY_BYTES
 
 
-def _special(backend: Any) -> tuple[re.Pattern[str] | None, frozenset[str]]:
+def _special(backend: Any) -> tuple[re.Pattern[str] | None, frozenset[str] | None]:
     """Return what finds all tokens that are looked for in a text as it is given, leftmost and longest first as the tokenizer
-    does, and those of them before which it may be cut; None where it may not be cut at any."""
+    does, None where it may not be cut at any; and those of them before which it may be cut, None for all."""
     if getattr(backend, "encode_special_tokens", False):
-        return None, frozenset()  # special tokens are then text like any other
+        return None, None  # special tokens are then text like any other
     tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized and token.content]
     # One that takes the spaces beside it along, or minds the words beside it, depends on its neighbours: no cut there, and
     # none at all where tokens may themselves be such spaces.
     others = {token.content for token in tokens if token.lstrip or token.rstrip or token.single_word}
     plain = frozenset(token.content for token in tokens) - others
     if not plain or (others and any(content != content.strip() for content in plain | others)):
-        return None, frozenset()
-    return re.compile(_any_of(sorted(plain | others))), plain
+        return None, None
+    return re.compile(_any_of(sorted(plain | others))), plain if others else None
 
 
 def _any_of(words: list[str]) -> str:
