@@ -23,9 +23,10 @@ from headstart.errors import ConfigError
 from headstart.gateway.asking import Unwell, ask
 from headstart.gateway.connections import Answer, Connections
 from headstart.gateway.decisions import Asked, Attempt
+from headstart.gateway.fleet import Fleet
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import BlockStored, Translator
-from headstart.gateway.worker import Address, Report
+from headstart.gateway.worker import Address, Report, Worker
 from headstart.policy.routing.estimate import Estimate
 from headstart.policy.routing.router import Decision
 
@@ -137,6 +138,18 @@ def test_a_worker_is_watched_on_whatever_happens_while_it_is(monkeypatch: pytest
         monkeypatch.setattr(routing, "up", fails_once)
         router.add(one.url)
         assert len(times) == 2
+
+
+def test_a_router_that_was_held_still_blames_no_worker() -> None:
+    """Between two of its looks more time has passed than a worker may need: nobody knows what it did meanwhile."""
+    now_s = [0.0]
+    fleet = Fleet(max_workers=1, blocks=100, poll_s=1.0, dead_after_s=10.0, stuck_after_s=300.0, clock=lambda: now_s[0])
+    worker = Worker(Address.of("http://worker:1"), "both", 1)
+    worker.flights["one"] = lambda: None
+    report = Report(ours=True, ready=True, progress=1)
+    for now_s[0] in (1.0, 2.0, 1000.0, 1001.0):
+        fleet._look_for_progress(worker, report, report)
+    assert not worker.stuck
 
 
 def test_whoever_is_lost_twice_is_lost_once() -> None:

@@ -307,7 +307,9 @@ class Fleet:
         """Take out who says that it is well and gets no further with anything. Nothing tells that of engines that say nothing
         of what they do."""
         now_s = self.clock()
-        if before is None or report.progress is None or report.progress != before.progress or not worker.flights:
+        unseen = now_s - worker.looked_s > self._dead_after_s  # this process was held still, and maybe both were
+        worker.looked_s = now_s
+        if before is None or report.progress is None or report.progress != before.progress or not worker.flights or unseen:
             worker.moved_s = now_s
         if not worker.stuck and now_s - worker.moved_s > self._stuck_after_s:
             worker.stuck = True

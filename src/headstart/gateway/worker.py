@@ -194,6 +194,7 @@ class Worker:
     following: object | None = None
     flights: dict[str, Callable[[], None]] = field(default_factory=dict)
     moved_s: float = 0.0
+    looked_s: float = 0.0  # when that was last looked for
     stuck: bool = False
     trying: asyncio.Task[None] | None = None
     lacks: set[str] = field(default_factory=set)
