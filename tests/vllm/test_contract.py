@@ -69,7 +69,7 @@ HOOKS = {
     "set_xfer_handshake_metadata_pp_aware": ("metadata", OURS),
     "shutdown": ("", OURS),
     "start_load_kv": ("forward_context kwargs", OURS),
-    "supports_divergent_local_hybrid_hits": ("", DEFAULT),  # that is about recurrent state
+    "supports_divergent_local_hybrid_hits": ("", DEFAULT),  # blocks without a state are no hit here
     "take_events": ("", OURS),
     "update_connector_output": ("connector_output", OURS),
     "update_state_after_alloc": ("request blocks num_external_tokens", OURS),
@@ -84,7 +84,8 @@ LATER = {  # since 0.33
 }
 REQUEST_FIELDS = (
     "request_id prompt_embeds lora_request kv_transfer_params all_token_ids cache_salt mm_features session_id num_tokens "
-    "num_prompt_tokens num_computed_tokens num_in_flight_tokens num_nans_in_logits skip_reading_prefix_cache"
+    "num_prompt_tokens num_computed_tokens num_in_flight_tokens num_nans_in_logits skip_reading_prefix_cache "
+    "shared_prefix_boundary"
 )
 STEP_FIELDS = (
     "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens kv_connector_block_state"
@@ -125,7 +126,7 @@ def test_every_hook_of_the_next_version_is_decided_upon_and_what_we_read_is_ther
     for name in REQUEST_FIELDS.split():
         assert f"self.{name}" in request or f"def {name}(" in request, name
     step = (LATER_SOURCE / "v1" / "core" / "sched" / "output.py").read_text()
-    for name in (*STEP_FIELDS.split(), "class KVConnectorBlockState", "def get_block_ids"):
+    for name in (*STEP_FIELDS.split(), "class KVConnectorBlockState", "def get_block_ids", "boundary_state_offloads"):
         assert name in step, name
 
 
@@ -159,6 +160,7 @@ def test_what_we_read_of_requests_and_steps_is_there() -> None:
     fields = inspect.signature(output.SchedulerOutput).parameters
     assert set(STEP_FIELDS.split()) <= set(fields)
     assert hasattr(output.KVConnectorBlockState, "get_block_ids")
+    assert "boundary_state_offloads" in inspect.signature(output.KVConnectorBlockState).parameters
 
 
 @pytest.mark.parametrize(

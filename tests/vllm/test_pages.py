@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import worker_kit as kit
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.connect.vllm import worker as worker_room
@@ -171,15 +170,68 @@ def test_layers_that_read_another_s_kv_are_stored_once(tmp_path: Path, monkeypat
     worker.close()
 
 
-def test_a_model_with_recurrent_layers_is_served_without_and_the_reason_is_told(
+def test_states_of_recurrent_layers_come_back_with_the_kv_before_them_and_touch_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-    config = kit.kv_config((kit.gqa_spec(), ["model.layers.0.attn"]), (state, ["model.layers.1.mixer"]))
-    worker = kit.started(monkeypatch, tmp_path, config, {"model.layers.0.attn": heads_first(0)})
+    config, names = kit.hybrid()
+    kv = config.kv_cache_groups[0].layer_names[0]
+    written = kit.allocated(config, seed=1)
+    writer = kit.started(monkeypatch, tmp_path, config, written)
+    kit.save(writer, kit.prompt(128), range(1, 9), states=(20, 21))
+    kit.save(writer, kit.prompt(192), range(9, 13), first=128, states=(22, 23))
+    writer.close()
+    memory = kit.allocated(config, seed=2)
+    before = {name: view.clone() for name, view in memory.items()}
+    reader = kit.started(monkeypatch, tmp_path, config, memory)
+    table, places = [31, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], (27, 29)
+    assert kit.load(reader, kit.prompt(192), table, states=places) == (set(), set())
+    reader.close()
+    for place, block in enumerate(table):
+        assert same(memory[kv][block], written[kv][place + 1]), place
+    of_group = {names[0]: 0, names[1]: 0, names[2]: 1}
+    for name, group in of_group.items():
+        assert same(memory[name][places[group]], written[name][(22, 23)[group]])
+        for block in set(range(12, kit.BLOCKS)) - {31, *places}:  # those before hold what was loaded for the layer with KV
+            assert same(memory[name][block], before[name][block]), block
+
+
+def test_a_prefix_whose_state_is_damaged_or_not_its_own_fails_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, names = kit.hybrid()
+    memory = kit.allocated(config, seed=1)
+    worker = kit.started(monkeypatch, tmp_path, config, memory)
+    kit.save(worker, kit.prompt(192), range(1, 13), states=(20, 21))
+    kept = memory[names[0]].clone()
+    short = kit.prompt(128)  # its blocks are stored, but no state behind them
+    assert kit.load(worker, short, range(1, 9), states=(27, 29)) == ({"loaded"}, set())
+    assert worker.short() == {"loaded": 0}
+    worker.close()
+    broken(monkeypatch, tmp_path, Fault("read", "flip"))
+    worker = kit.started(monkeypatch, tmp_path, config, memory)
+    assert kit.load(worker, kit.prompt(192), range(1, 13), states=(27, 29)) == ({"loaded"}, set())
+    assert same(memory[names[0]][[27, 29]], kept[[27, 29]])
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        (
+            [(kit.gqa_spec(), ["model.layers.0.attn"]), (kit.state_spec(mode="none"), ["model.layers.1.conv"])],
+            "needs to be align",
+        ),
+        ([(kit.state_spec(), ["model.layers.1.conv"])], "recurrent layers alone"),
+    ],
+    ids=["no states kept", "no KV"],
+)
+def test_recurrent_layers_whose_states_are_of_no_use_are_served_without_and_the_reason_is_told(
+    groups: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = kit.started(monkeypatch, tmp_path, kit.kv_config(*groups), {})
     assert worker.handshake is not None
     assert worker.handshake.representation is None
-    assert "MambaSpec" in worker.handshake.reason
+    assert reason in worker.handshake.reason
     worker.close()
 
 

@@ -41,18 +41,21 @@ def request(name: str = "it", **more: Any) -> Any:
         "mm_features": [],
         "session_id": None,
         "skip_reading_prefix_cache": False,
+        "shared_prefix_boundary": 0,
     }
     return SimpleNamespace(**{**plain, **more})
 
 
-def step(scheduler: Scheduler, tables: list[list[int]], **counts: int) -> Any:
-    """Have requests compute so many tokens, all of them from their start."""
+def step(scheduler: Scheduler, tables: list[list[int]], offered: Any = (), **counts: int) -> Any:
+    """Have requests compute so many tokens, all of them from their start. `offered`: states that stand then, as vLLM tells."""
     scheduled = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=0) for name in counts],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: tuple(tables)),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda _: tuple(tables), boundary_state_offloads=dict.fromkeys(counts, offered)
+        ),
     )
     return scheduler.orders(scheduled)
 
@@ -92,9 +95,17 @@ def scheduler(tmp_path: Path, worker: Worker) -> Iterator[Scheduler]:
     scheduler.close()
 
 
-def new(tmp_path: Path, *, ranks: int = 1, **more: str) -> Scheduler:
+def new(tmp_path: Path, *, ranks: int = 1, recurrent: int = 0, **more: str) -> Scheduler:
+    """`recurrent`: how many groups of recurrent layers there are behind the one that holds KV."""
     extra = {"cache.directory": str(tmp_path / "kv"), "cache.capacity": "64MiB", "cache.min_free": "0", **more}
-    return Scheduler(read_settings(extra), ranks=ranks, block_tokens=[16], save_always=False, chunk_tokens=512)
+    return Scheduler(
+        read_settings(extra),
+        ranks=ranks,
+        block_tokens=[16] * (1 + recurrent),
+        save_always=False,
+        chunk_tokens=512,
+        recurrent=frozenset(range(1, 1 + recurrent)),
+    )
 
 
 def told(worker: Worker) -> Handshake:
@@ -276,3 +287,55 @@ def test_after_a_reset_nothing_is_found_or_kept(scheduler: Scheduler) -> None:
     assert scheduler.reset() is True
     assert found(scheduler, request(), 0) == (0, False)
     assert step(scheduler, [list(range(1, 14))], it=TOKENS).saves == []
+
+
+@pytest.fixture
+def stateful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+    """One for a model with two groups of recurrent layers and two ranks, of which one has a state more."""
+    config, _ = kit.hybrid()
+    ranks = [
+        kit.started(monkeypatch, tmp_path / "kv", config, kit.allocated(config, seed=rank), rank=rank, ranks=2)
+        for rank in (0, 1)
+    ]
+    for worker in ranks:
+        kit.save(worker, kit.prompt(128), range(1, 9), states=(20, 21))
+    kit.save(ranks[0], kit.prompt(192), range(9, 13), first=128, states=(22, 23))
+    scheduler = new(tmp_path, ranks=2, recurrent=2)
+    scheduler.shake_hands({(0, rank): told(worker) for rank, worker in enumerate(ranks)})
+    yield scheduler
+    scheduler.close()
+    for worker in ranks:
+        worker.close()
+
+
+def test_a_prefix_ends_where_all_ranks_have_a_state_which_is_loaded_into_the_block_behind_it(stateful: Scheduler) -> None:
+    asked = request()
+    assert found(stateful, asked, 0) == (128, True)
+    stateful.allocated(asked, [list(range(1, 9)), [0] * 7 + [24], [0] * 7 + [25]], 128)
+    (order,) = step(stateful, []).loads
+    assert (order.tables, order.states) == ((tuple(range(1, 9)),), (24, 25))
+    stateful.stepped(came_back(received={"it"}, failed={"it"}), {"it": 0})
+    assert found(stateful, request("other"), 0) == (0, False)  # for a while: no state of it could be read
+
+
+@pytest.mark.parametrize(
+    ("at", "more", "kept"),
+    [
+        (192, {}, True),  # no later state of this prompt leaves a token to compute
+        (64, {}, False),
+        (64, {"shared_prefix_boundary": 64}, True),
+        (64, {"num_prompt_tokens": 100}, True),  # tokens of an answer follow
+        (176, {}, False),  # no whole piece
+    ],
+    ids=["the prompt's end", "within the prompt", "where prompts part", "within the answer", "between pieces"],
+)
+def test_states_are_kept_that_are_worth_it(tmp_path: Path, stateful: Scheduler, at: int, more: Any, kept: bool) -> None:
+    asked = request(all_token_ids=kit.prompt(TOKENS, seed=9).array.tolist(), **more)
+    assert found(stateful, asked, 0) == (0, False)
+    tables = [list(range(1, 14)), [0] * 12 + [29], [0] * 12 + [30]]
+    saves = step(stateful, tables, [(1, 24, at), (2, 25, at)], it=at).saves
+    assert [(save.first, len(save.prompt.tokens) // 4, save.tables, save.states) for save in saves] == (
+        [(0, at, (tuple(range(1, 1 + at // 16)),), (24, 25))] if kept else []
+    )
+    assert step(stateful, tables, [(1, 24, at)], it=at).saves == []  # nor a part of one
+    assert stateful.ended(asked, tables) is False

@@ -14,9 +14,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from headstart.block.identity import Identity
 from headstart.connect.vllm import worker as worker_room
@@ -39,6 +43,36 @@ def gqa_spec(block: int = 16) -> FullAttentionSpec:
 
 def window_spec(block: int = 16, window: int = 64) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=block, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=window)
+
+
+def state_spec(block: int = 16, *, mode: str = "align") -> MambaSpec:
+    """A convolution's state and a recurrent one, in a page as large as that of `gqa_spec`."""
+    return MambaSpec(
+        block_size=block,
+        shapes=((3, 40), (2, 16, 24)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=gqa_spec(block).page_size_bytes,
+        mamba_cache_mode=mode,
+    )
+
+
+def hybrid() -> tuple[KVCacheConfig, list[str]]:
+    """Return a model of one layer with KV and two groups of recurrent ones, and the names of the latter's layers."""
+    names = ["model.layers.0.conv", "model.layers.1.conv", "model.layers.3.conv"]
+    config = kv_config((gqa_spec(), ["model.layers.2.attn"]), (state_spec(), names[:2]), (state_spec(), names[2:]))
+    page = gqa_spec().page_size_bytes
+    for group in config.kv_cache_groups:  # all begin in the same memory, each layer behind the one before
+        config.kv_cache_tensors.append(KVCacheTensor(2 * BLOCKS * page, group.layer_names, BLOCKS * page, page))
+    return config, names
+
+
+def allocated(config: KVCacheConfig, *, seed: int) -> dict[str, torch.Tensor]:
+    """Return the memory as vLLM's own function lays it down, full of random bytes."""
+    memory = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+    whole = next(iter(memory.values())).untyped_storage()
+    bits = torch.empty(0, dtype=torch.uint8).set_(whole)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    return memory
 
 
 def kv_config(*groups: tuple[Any, list[str]], replicas: int = 1) -> KVCacheConfig:
@@ -92,19 +126,24 @@ def prompt(tokens: int, *, seed: int = 5, **more: Any) -> Prompt:
     return Prompt(np.random.default_rng(seed).integers(0, 1000, tokens).astype("<u4").tobytes(), **more)
 
 
-def save(worker: Worker, said: Prompt, *tables: Sequence[int], first: int = 0) -> None:
+def save(worker: Worker, said: Prompt, *tables: Sequence[int], first: int = 0, states: tuple[int, ...] = ()) -> None:
     """Have a worker copy and store, and wait until it has."""
     before = worker._taking.counters.get("saves")  # what it has not told yet counts as well
-    worker.save([SaveOrder("saved", said, tuple(map(tuple, tables)), first)])
+    worker.save([SaveOrder("saved", said, tuple(map(tuple, tables)), first, states=states)])
     if worker._keeper is not None and worker._keeper._layout.writes:
         until(lambda: worker._taking.counters.get("saves") > before)
 
 
 def load(
-    worker: Worker, said: Prompt, *tables: Sequence[int], skip: int = 0, within_s: float | None = None
+    worker: Worker,
+    said: Prompt,
+    *tables: Sequence[int],
+    skip: int = 0,
+    within_s: float | None = None,
+    states: tuple[int, ...] = (),
 ) -> tuple[set[str], set[int]]:
     """Have a worker load, wait until it has; return requests that failed as a whole and blocks that lack something."""
-    worker.obey(Orders([LoadOrder("loaded", said, tuple(map(tuple, tables)), skip, within_s)]))
+    worker.obey(Orders([LoadOrder("loaded", said, tuple(map(tuple, tables)), skip, within_s, states)]))
     results: list[Any] = []
 
     def ended() -> bool:

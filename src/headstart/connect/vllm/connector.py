@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headstart.connect.vllm.layout import NotStored, stored_groups
+from headstart.connect.vllm.layout import NotStored, is_recurrent, stored_groups
 from headstart.connect.vllm.messages import Handshake, Orders, Rank, Report
 from headstart.connect.vllm.scheduler import Scheduler
 from headstart.connect.vllm.settings import read_settings
@@ -55,10 +55,12 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 '"kv_load_failure_policy": "recompute" into --kv-transfer-config'
             )
         parallel = vllm_config.parallel_config
+        groups = kv_cache_config.kv_cache_groups
         self._scheduler = Scheduler(
             settings,
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-            block_tokens=[group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+            block_tokens=[group.kv_cache_spec.block_size for group in groups],
+            recurrent=frozenset(number for number, group in enumerate(groups) if is_recurrent(group)),
             save_always=_slides(kv_cache_config),
             chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         )

@@ -5,6 +5,9 @@
 
 Each order ends exactly once: by the thread that brings it, by its deadline, or because its request is over. Whoever comes
 first marks it under the lock that also covers each copy into vLLM's pages; after that nothing of it is copied any more.
+
+States of recurrent layers stand behind the whole prefix and come with its last range. Without them, or with less before them,
+nothing of a load counts: there is no other place from which the request could go on.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import numpy.typing as npt
 from headstart.cache.prefix_cache import Lease, Load, PrefixCache
 from headstart.connect.vllm.layout import Layout
 from headstart.connect.vllm.memory import Host, Memory, Move
-from headstart.connect.vllm.messages import LoadOrder, Prompt
+from headstart.connect.vllm.messages import LoadOrder, Prompt, StateBlocks
 from headstart.connect.vllm.statistics import Taking
 from headstart.errors import LoadFailed
 from headstart.tier.arena import ALIGNMENT
@@ -92,6 +95,16 @@ def moves_of(layout: Layout, region: Region, tables: Sequence[Sequence[int]], *,
         if pages:
             blocks = [table[page] for page in pages]
             moves += [Move(layer, blocks, pages, region.offsets[layer]) for layer in group.layers]
+    return moves
+
+
+def moves_of_states(layout: Layout, page_bytes: Sequence[int], blocks: StateBlocks, *, offset: int) -> list[Move]:
+    """Return which bytes of host memory, from `offset` on, are the states in `blocks`: group by group, layer by layer."""
+    moves = []
+    for layers, block in zip(layout.states, blocks, strict=True):
+        for layer in layers:
+            moves.append(Move(layer, [block], [0], offset))
+            offset += page_bytes[layer]
     return moves
 
 
@@ -168,6 +181,8 @@ class Loader:
         piece_bytes = sum(nbytes or 0 for nbytes in representation.layer_bytes)
         at_once = max(1, RANGE_BYTES // piece_bytes)
         with self._found(prompt) as lease:
+            if self._layout.state_bytes and lease.tokens < len(prompt.tokens) // 4:
+                return  # the blocks are for states behind all of it
             first, end = bringing.order.skip // step, lease.tokens // step
             bringing.tokens = first * step
             ahead: list[tuple[Load, Region, Host]] = []
@@ -207,7 +222,7 @@ class Loader:
 
     def _read(self, lease: Lease, *, first: int, pieces: int) -> tuple[Load, Region, Host]:
         region = Region(self._layout.representation.layer_bytes, first=first, pieces=pieces)
-        host = self._memory.host(region.nbytes)
+        host = self._memory.host(region.nbytes + self._layout.state_bytes)
         region.host = host.bytes
         step = self._layout.representation.piece_tokens
         return lease.load(into=region, first_tokens=first * step, end_tokens=(first + pieces) * step), region, host
@@ -233,15 +248,29 @@ class Loader:
                 for group, table in zip(self._layout.groups, bringing.order.tables, strict=True)
             ]
             moves = moves_of(self._layout, good, tables, skip=bringing.order.skip)
+            there = (region.first + usable) * step
+            if self._layout.state_bytes:
+                if there == len(bringing.order.prompt.tokens) // 4:
+                    moves += self._states(bringing, load, host, at=region.nbytes)
+                else:
+                    there = bringing.tokens  # nothing counts before the states
             with bringing.lock:
                 if bringing.over:
                     return False
                 self._memory.copy_in(moves, host)
-                bringing.tokens = (region.first + usable) * step
+                bringing.tokens = there
             self._counters.add("loaded_bytes", load.bytes_read)
         finally:
             host.release()
         return usable == region.pieces
+
+    def _states(self, bringing: _Bringing, load: Load, host: Host, *, at: int) -> list[Move]:
+        """Put the states that a load which is done has brought into host memory, from byte `at` on."""
+        state = load.state(0.0)
+        if state.nbytes != self._layout.state_bytes:  # a check was right: whoever wrote it had the same representation
+            raise ValueError(f"states of {state.nbytes} bytes were stored, {self._layout.state_bytes} are expected")
+        host.bytes[at : at + state.nbytes] = np.frombuffer(state, np.uint8)
+        return moves_of_states(self._layout, self._memory.page_bytes, bringing.order.states, offset=at)
 
     def _end(self, bringing: _Bringing, *, cancelled: bool = False) -> None:
         """Take a load from the books, once, and say what came of it."""

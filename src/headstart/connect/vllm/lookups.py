@@ -76,7 +76,10 @@ class Lookups:
             except TimeoutError:
                 return None
             finding.looking, finding.at = None, time.monotonic()
-            finding.tokens = self._before_trouble(finding.prompt, min(lease.tokens for lease in finding.leases))
+            found = min(lease.tokens for lease in finding.leases)
+            finding.tokens = self._before_trouble(finding.prompt, found)
+            if finding.tokens < found and _with_states(self._caches):
+                finding.tokens = 0  # it ends where a state stands, or there is none
         return finding.tokens
 
     @property
@@ -114,14 +117,27 @@ class Lookups:
 
 
 def _match_all(caches: Sequence[PrefixCache], prompt: Prompt) -> list[Lease]:
-    """Return leases on what each tier has, up to the first that has nothing."""
-    leases: list[Lease] = []
-    for cache in caches:
-        identity = prompt.identity(cache.identity)
-        leases.append(cache.match(prompt.array, salt=prompt.salt, identity=identity, contents=prompt.contents))
-        if not leases[-1].tokens:
-            break
-    return leases
+    """Return leases on what each part has, up to the first that has nothing. Where prefixes end with a state, all end alike."""
+    tokens = len(prompt.array) - 1
+    while True:
+        leases: list[Lease] = []
+        for cache in caches:
+            identity = prompt.identity(cache.identity)
+            leases.append(
+                cache.match(prompt.array[:tokens], salt=prompt.salt, identity=identity, leave=0, contents=prompt.contents)
+            )
+            if not leases[-1].tokens:
+                return leases
+        shortest = min(lease.tokens for lease in leases)
+        if not _with_states(caches) or all(lease.tokens == shortest for lease in leases):
+            return leases
+        for lease in leases:
+            lease.release()
+        tokens = shortest
+
+
+def _with_states(caches: Sequence[PrefixCache]) -> bool:
+    return any(cache.representation.state == "required" for cache in caches)
 
 
 def _promote_all(caches: Sequence[PrefixCache], prompt: Prompt) -> None:

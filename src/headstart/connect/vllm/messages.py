@@ -23,7 +23,8 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BlockKey, Content, chain_keys
 
 Rank = tuple[int, int]  # of the pipeline, of the tensors
-Tables = tuple[tuple[int, ...], ...]  # by KV cache group: block numbers, in the order of the prompt
+Tables = tuple[tuple[int, ...], ...]  # by KV cache group that holds KV: block numbers, in the order of the prompt
+StateBlocks = tuple[int, ...]  # by KV cache group of recurrent layers: the block with its state behind the prompt
 
 
 @dataclass(frozen=True)
@@ -67,25 +68,28 @@ class Prompt:
 @dataclass(frozen=True)
 class LoadOrder:
     """Fill the blocks of `tables` with what is stored of `prompt`, but for the first `skip` tokens, which are there already
-    and may be in use by others. `within_s`: after so long computing it would have been sooner; None: that is not known."""
+    and may be in use by others, and those of `states` with the states behind all of it. `within_s`: after so long computing it
+    would have been sooner; None: that is not known."""
 
     request: str
     prompt: Prompt
     tables: Tables
     skip: int
     within_s: float | None = None
+    states: StateBlocks = ()
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """Keep `prompt`, of which the first `first` tokens are stored; `tables` begin behind them. `last`: the request has ended
-    and its blocks are kept until the worker says that it has copied them."""
+    """Keep `prompt`, of which the first `first` tokens are stored; `tables` begin behind them, `states` stand behind all of it.
+    `last`: the request has ended and its blocks are kept until the worker says that it has copied them."""
 
     request: str
     prompt: Prompt
     tables: Tables
     first: int
     last: bool = False
+    states: StateBlocks = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from threading import Lock, Thread
 
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.connect.vllm.layout import Layout
-from headstart.connect.vllm.loading import Region, moves_of
+from headstart.connect.vllm.loading import Region, moves_of, moves_of_states
 from headstart.connect.vllm.memory import Host, Memory
 from headstart.connect.vllm.messages import SaveOrder
 from headstart.connect.vllm.statistics import Taking
@@ -56,22 +56,24 @@ class Keeper:
         region = Region(
             self._layout.representation.layer_bytes, first=first, pieces=len(order.prompt.tokens) // 4 // step - first
         )
+        nbytes = self._nbytes(region)
         with self._lock:
-            full = self._held_bytes and self._held_bytes + region.nbytes > MOST_BYTES
+            full = self._held_bytes and self._held_bytes + nbytes > MOST_BYTES
             if full or self._closing:
                 self._counters.add("saves_dropped")
                 return
-            self._held_bytes += region.nbytes
+            self._held_bytes += nbytes
         try:
-            host = self._memory.host(region.nbytes)
+            host = self._memory.host(nbytes)
         except (MemoryError, OSError, RuntimeError):  # torch's own, where no memory can be pinned
             self._counters.add("saves_dropped")
             with self._lock:
-                self._held_bytes -= region.nbytes
+                self._held_bytes -= nbytes
             return
         region.host = host.bytes
-        there = self._memory.copy_out(moves_of(self._layout, region, order.tables, skip=0), host)
-        self._queue.put(_Copied(order, region, host, there))
+        moves = moves_of(self._layout, region, order.tables, skip=0)
+        moves += moves_of_states(self._layout, self._memory.page_bytes, order.states, offset=region.nbytes)
+        self._queue.put(_Copied(order, region, host, self._memory.copy_out(moves, host)))
 
     def close(self) -> None:
         """Write what waits, for some seconds; what is left is dropped."""
@@ -121,13 +123,23 @@ class Keeper:
                 session=prompt.session,
                 contents=prompt.contents,
                 own_tokens=first,
+                states=self._states(copied),
             )
             ticket.add_done_callback(lambda _: self._give_back(copied))  # not before: it reads from there
             result = ticket.wait(_PATIENCE_S)
         self._counters.add("saved_bytes", result.written_bytes)
         return result.reason is None
 
+    def _states(self, copied: _Copied) -> dict[int, memoryview] | None:
+        if not self._layout.state_bytes:
+            return None
+        at = copied.region.nbytes
+        return {len(copied.order.prompt.tokens) // 4: copied.host.bytes[at : at + self._layout.state_bytes].data}
+
+    def _nbytes(self, region: Region) -> int:
+        return region.nbytes + self._layout.state_bytes
+
     def _give_back(self, copied: _Copied) -> None:
         copied.host.release()
         with self._lock:
-            self._held_bytes -= copied.region.nbytes
+            self._held_bytes -= self._nbytes(copied.region)

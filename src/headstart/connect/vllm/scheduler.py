@@ -27,7 +27,7 @@ from headstart.config import ANY_DISK_BYTES, parse_size
 from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.loading import NULL_BLOCK
 from headstart.connect.vllm.lookups import AVOID_S, LOOKUP_S, Finding, Lookups
-from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Rank, SaveOrder, Tables
+from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Rank, SaveOrder, StateBlocks, Tables
 from headstart.connect.vllm.observing import Observer
 from headstart.connect.vllm.requests import prompt_of
 from headstart.connect.vllm.settings import ConnectorSettings
@@ -77,8 +77,8 @@ class _Request:
 class Scheduler:
     """Called by vLLM's scheduler alone, from its one thread.
 
-    `block_tokens`: by KV cache group. `save_always`: pages may be gone by the end of a prompt, as before a sliding window.
-    `chunk_tokens`: the most that a step computes."""
+    `block_tokens`: by KV cache group. `recurrent`: those that hold states, not KV. `save_always`: pages may be gone by the end
+    of a prompt, as before a sliding window. `chunk_tokens`: the most that a step computes."""
 
     def __init__(
         self,
@@ -88,10 +88,12 @@ class Scheduler:
         block_tokens: Sequence[int],
         save_always: bool,
         chunk_tokens: int,
+        recurrent: frozenset[int] = frozenset(),
     ) -> None:
         self._settings = settings
         self._ranks = ranks
         self._block_tokens = tuple(block_tokens)
+        self._recurrent = sorted(recurrent)
         self._save_every = 1 if save_always else settings.config.cache.save_every
         self._taking = Taking()
         self._counters = self._taking.counters
@@ -234,10 +236,11 @@ class Scheduler:
         within_s = None
         if one.plan is not None and one.plan.load_s is not None and one.plan.compute_s is not None:
             within_s = max(_LEAST_WITHIN_S, one.plan.load_s + one.plan.compute_s)
-        order = LoadOrder(request.request_id, prompt, self._cut(tables, 0, tokens), skip=one.local, within_s=within_s)
+        states = tuple(tables[group][tokens // self._block_tokens[group] - 1] for group in self._recurrent)
+        order = LoadOrder(request.request_id, prompt, self._cut(tables, 0, tokens), one.local, within_s, states)
         self._loads.append(order)
         one.stored = tokens
-        one.promised = frozenset(block for table in order.tables for block in table)
+        one.promised = frozenset(block for table in (*order.tables, states) for block in table)
 
     def orders(self, scheduled: Any) -> Orders:
         """Return what the workers have to do with this step, and forget it here."""
@@ -257,8 +260,12 @@ class Scheduler:
                 one.prompt_kept = True
                 if self._observer is not None and one.keys is not None:
                     self._observer.computed(one.keys)
-            if self._lookups and (whole_prompt or done - one.stored >= self._save_every):
-                tables = None if blocks is None else blocks.get_block_ids(name)
+            if self._lookups is None or blocks is None:
+                continue
+            if self._recurrent:
+                self._keep_with_states(one, blocks.boundary_state_offloads.get(name, ()), blocks.get_block_ids(name))
+            elif whole_prompt or done - one.stored >= self._save_every:
+                tables = blocks.get_block_ids(name)
                 if tables is not None:
                     self._keep(one, done, tables)
         self._steps.append((scheduled.total_num_scheduled_tokens, row_keys, time.monotonic()))
@@ -279,6 +286,10 @@ class Scheduler:
         one.read(0, cancelled=True)
         if one.promised is not None or not self._lookups or request.num_nans_in_logits:
             return False  # what its blocks hold has not arrived, or is not worth keeping
+        if self._recurrent:
+            return (
+                False  # there is no state behind its last token; what there were was kept with the steps that ended with them
+            )
         done = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         return self._keep(one, done, tables, last=True)
 
@@ -327,16 +338,38 @@ class Scheduler:
             self._lookups.avoid(prompt, arrived=arrived)
         one.stored, one.failed = 0, True  # what could not be read is saved again once it is computed
 
-    def _keep(self, one: _Request, done: int, tables: Sequence[Sequence[int]], *, last: bool = False) -> bool:
-        """Order that the whole pieces of the first `done` tokens are kept, as far as no tier has them; return whether."""
+    def _keep_with_states(
+        self, one: _Request, offered: Sequence[tuple[int, int, int]], tables: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Order that a prefix is kept behind which this step leaves states, if that is worth it: at the end of the prompt,
+        `cache.save_every` tokens behind the last one, where vLLM saw that prompts part, and at each that an answer comes by.
+
+        `offered`: (group, block, tokens before it), as vLLM offers blocks with states that will not change any more."""
+        at: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offered:
+            at.setdefault(tokens, {})[group] = block
+        whole = [tokens for tokens, states in at.items() if tokens % self._piece == 0 and sorted(states) == self._recurrent]
+        end = max(whole, default=0)
+        ends_prompt = end + self._piece >= one.request.num_prompt_tokens
+        parts = end == one.request.shared_prefix_boundary
+        if tables is not None and end > one.stored and (ends_prompt or parts or end - one.stored >= self._save_every):
+            self._keep(one, end, tables, states=tuple(at[end][group] for group in self._recurrent))
+
+    def _keep(
+        self, one: _Request, done: int, tables: Sequence[Sequence[int]], *, last: bool = False, states: StateBlocks = ()
+    ) -> bool:
+        """Order that the whole pieces of the first `done` tokens are kept, as far as no tier has them, with the `states` behind
+        them where there are such; return whether."""
         end = done // self._piece * self._piece
         first = one.stored // self._piece * self._piece
         for group, table in enumerate(tables):  # what slid out of a window cannot be kept, and what comes behind is of no use
+            if group in self._recurrent:
+                continue
             end = min(end, len(table) * self._block_tokens[group] // self._piece * self._piece)
             at = first // self._block_tokens[group]
             if NULL_BLOCK in table[at : end // self._block_tokens[group]]:
                 end = (at + table[at:].index(NULL_BLOCK)) * self._block_tokens[group] // self._piece * self._piece
-        if end <= first:
+        if end <= first or (states and end < done):
             return False
         prompt = prompt_of(one.request, end, adapters=self._adapters)
         if prompt is None:
@@ -345,12 +378,14 @@ class Scheduler:
         if not prompt.keep:
             return False
         one.stored = end
-        self._saves.append(SaveOrder(one.request.request_id, prompt, self._cut(tables, first, end), first, last))
+        self._saves.append(SaveOrder(one.request.request_id, prompt, self._cut(tables, first, end), first, last, states))
         return True
 
     def _cut(self, tables: Sequence[Sequence[int]], first: int, end: int) -> Tables:
         return tuple(
-            tuple(table[first // tokens : end // tokens]) for table, tokens in zip(tables, self._block_tokens, strict=True)
+            tuple(table[first // tokens : end // tokens])
+            for group, (table, tokens) in enumerate(zip(tables, self._block_tokens, strict=True))
+            if group not in self._recurrent
         )
 
     def _observe(self, one: _Request, observer: Observer) -> None:
