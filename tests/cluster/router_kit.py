@@ -93,10 +93,14 @@ class Cluster:
         self.client = httpx.Client(timeout=READY_S, trust_env=False)
 
     def __enter__(self) -> Cluster:
-        for one in (*self.workers, *self.routers):
-            one.start()
-        for router in self.routers:
-            eventually(lambda router=router: self.ready(router) == len(self.workers), "every worker is ready")  # type: ignore[misc]
+        try:
+            for one in (*self.workers, *self.routers):
+                one.start()
+            for router in self.routers:
+                eventually(lambda router=router: self.ready(router) == len(self.workers), "every worker is ready")  # type: ignore[misc]
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
