@@ -117,6 +117,13 @@ class CacheConfig:
         Literal["elected", "yes", "no"],
         Meta(description='whether this process removes what has to go: "elected" of all by a conditional put, "yes" or "no"'),
     ] = "elected"
+    check_key_file: Annotated[
+        Path | None,
+        Meta(
+            description="file with the key, 64 hex digits, that checks in pool and object store are made with; what was "
+            "written without it is not read. Further lines: older keys that are still believed"
+        ),
+    ] = None
     kv_events: Annotated[
         Endpoint,
         Meta(description='where what is stored is told to routers, as vLLM does, e.g. "tcp://127.0.0.1:5557"; "" for nowhere'),

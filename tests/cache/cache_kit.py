@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.block.checks import PLAIN
 from headstart.block.extent import layout_of
 from headstart.block.representation import Representation
 from headstart.cache.prefix_cache import PrefixCache
@@ -25,6 +26,7 @@ class SpotTier:
     `reads` records (extent, offset, nbytes) of every range asked for."""
 
     trusted = False
+    sealing = PLAIN
     in_memory = False
 
     def __init__(self, inner: Tier, *, name: str = "disk") -> None:

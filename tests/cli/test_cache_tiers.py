@@ -248,3 +248,19 @@ def test_moves_that_are_killed_at_many_points_lose_and_double_nothing(tmp_path: 
     for number in range(20):
         (tmp_path / str(number)).mkdir()
         killed_moves(tmp_path / str(number), rounds=8)
+
+
+def test_gc_of_a_pool_lets_the_least_used_go_once_however_late_its_files_go(run: Run, places: tuple[Path, Path]) -> None:
+    _, pool = places
+    tier = PoolTier.open(pool, capacity_bytes=CAPACITY, background=False)
+    try:
+        for seed in (11, 12, 13):
+            tier.write(image_of(kv(4, seed=seed)), TINY, terms=Terms())
+        nbytes = image_of(kv(4)).nbytes
+        assert run.json("gc", "--pool", pool, "--to", str(2 * nbytes), "--dry-run")["extents"] == 1
+        for gone in (1, 0):  # its bytes are still there the second time
+            assert run.json("gc", "--pool", pool, "--to", str(2 * nbytes))["extents"] == gone
+        left = {prefix["key"][:16] for prefix in run.json("ls", "--pool", pool)["prefixes"]}
+        assert left == {key_of(kv(4, seed=12)), key_of(kv(4, seed=13))}
+    finally:
+        tier.close()

@@ -1,44 +1,130 @@
 """Checks of stored bytes: 16 bytes by a named algorithm, bound to what the bytes belong to. Pure.
 
-A check is taken over representation ‖ key ‖ layer ‖ bytes, so right bytes in the wrong place fail like wrong bytes.
+A check is taken over representation ‖ key ‖ layer ‖ bytes, so right bytes in the wrong place fail like wrong bytes. XXH3 finds
+accidents. Where others may write whom nobody trusts, checks are made with a key (BLAKE3): who does not have it can make none.
 """
 
 from __future__ import annotations
 
+import importlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from headstart.errors import ExtentCorrupt
+from headstart.errors import MissingExtra
 
 CHECK_BYTES = 16
 STATE_LAYER = 0xFFFF_FFFF  # stands for the layer in the check of the boundary state
 
-# 2 is set aside for keyed BLAKE3, for media on which other writers are not trusted.
-ALGORITHM_IDS = {"xxh3-128": 1}
-
+CHECK_KEY_BYTES = 32
 _KEEPS_LOCK_BYTES = 1 << 16  # XXHASH_GIL_MINSIZE
 _SLICED_BYTES = 1 << 18  # some 25 µs; others need not wait longer for the interpreter
 
 Buffer = memoryview | bytes | bytearray | npt.NDArray[np.uint8]
 
 
-def piece_check(*, algorithm: str, representation: bytes, key: bytes, layer: int, buffers: Sequence[Buffer]) -> bytes:
+class Hasher(Protocol):
+    def update(self, data: memoryview, /) -> object: ...
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How checks are made. `number` and `key_id` stand for it in headers; `key_id`: which key, 0 where there is none. `begin`
+    starts a check over some first bytes; its digest has 16."""
+
+    name: str
+    number: int
+    key_id: int
+    begin: Callable[[bytes], Hasher] = field(repr=False, compare=False)
+
+
+XXH3 = Algorithm("xxh3-128", 1, 0, xxhash.xxh3_128)
+_KEYED = "blake3-keyed-128", 2
+_KEY_NAME = b"headstart check key 1"
+
+
+def keyed(secret: bytes) -> Algorithm:
+    """Return the algorithm of a key of 32 bytes. Raises MissingExtra where the library is not installed."""
+    try:
+        blake3 = importlib.import_module("blake3").blake3
+    except ImportError as error:
+        raise MissingExtra("checks with a key need BLAKE3: pip install 'headstart[keyed]'", extra="keyed") from error
+    if len(secret) != CHECK_KEY_BYTES:
+        raise ValueError(f"a key of checks has {CHECK_KEY_BYTES} bytes, not {len(secret)}")
+    (key_id,) = struct.unpack("<I", blake3(_KEY_NAME, key=secret).digest(4))
+    return Algorithm(*_KEYED, key_id or 1, lambda first: _Keyed(blake3(first, key=secret)))
+
+
+class _Keyed:
+    """The first 16 bytes of what BLAKE3 gives."""
+
+    __slots__ = ("_digest", "update")
+
+    def __init__(self, hasher: Any) -> None:
+        self.update = hasher.update
+        self._digest = hasher.digest
+
+    def digest(self) -> bytes:
+        digest: bytes = self._digest(CHECK_BYTES)
+        return digest
+
+
+@dataclass(frozen=True, slots=True)
+class Sealing:
+    """What a tier believes: checks by any of `algorithms`. What is written there gets those of the first."""
+
+    algorithms: tuple[Algorithm, ...] = (XXH3,)
+
+    @property
+    def writes(self) -> Algorithm:
+        return self.algorithms[0]
+
+    @property
+    def key_ids(self) -> frozenset[int]:
+        return frozenset(algorithm.key_id for algorithm in self.algorithms)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether nothing is believed that was made without a key."""
+        return XXH3 not in self.algorithms
+
+    def at_the_door(self) -> Sealing:
+        """Return what a writer may bring: as it lies here, or without a key, as everything is made in this process."""
+        return Sealing((*self.algorithms, XXH3)) if self.has_key else self
+
+    def find(self, number: int, key_id: int) -> Algorithm | None:
+        """Return the algorithm that a header names, None where that is not believed."""
+        for algorithm in self.algorithms:
+            if algorithm.number == number and (algorithm.key_id == key_id or algorithm is XXH3):
+                return algorithm
+        return None
+
+
+PLAIN = Sealing()
+
+
+def is_keyed(number: int) -> bool:
+    """Whether a header names an algorithm with a key."""
+    return number == _KEYED[1]
+
+
+def piece_check(*, algorithm: Algorithm, representation: bytes, key: bytes, layer: int, buffers: Sequence[Buffer]) -> bytes:
     """Return the 16-byte check of one piece whose bytes are `buffers` in order; `key` is that of the piece's last block.
-    Raises ExtentCorrupt(reason="algorithm") for an algorithm that this version does not know.
 
     For the boundary state `layer` is STATE_LAYER and `key` that of the extent's last block."""
-    _require_known(algorithm)
-    return _check(representation + key + struct.pack("<I", layer), map(flat, buffers))
+    return _check(algorithm, representation + key + struct.pack("<I", layer), map(flat, buffers))
 
 
 def count_right(
     checks: bytes,
     *,
-    algorithm: str,
+    algorithm: Algorithm,
     representation: bytes,
     keys: Sequence[bytes],
     layer: int,
@@ -46,22 +132,19 @@ def count_right(
 ) -> int:
     """Return how many pieces of a layer, from the first on, are what their checks (one behind the other) say; otherwise as
     `piece_check`, of flat buffers."""
-    _require_known(algorithm)
     number = struct.pack("<I", layer)
     at = 0
     for key, buffers in zip(keys, pieces, strict=True):
-        if _check(representation + key + number, _in_slices(buffers)) != checks[at : at + CHECK_BYTES]:
+        buffers = _in_slices(buffers) if algorithm is XXH3 else buffers
+        if _check(algorithm, representation + key + number, buffers) != checks[at : at + CHECK_BYTES]:
             break
         at += CHECK_BYTES
     return at // CHECK_BYTES
 
 
-def header_check(header: memoryview, *, at: int) -> bytes:
+def header_check(header: memoryview, *, at: int, algorithm: Algorithm) -> bytes:
     """Return the check of a whole header, padding included, less the 16 bytes from `at` where the check itself stands."""
-    check = xxhash.xxh3_128(header[:at])
-    check.update(header[at + CHECK_BYTES :])
-    digest: bytes = check.digest()
-    return digest
+    return _check(algorithm, bytes(header[:at]), [header[at + CHECK_BYTES :]])
 
 
 def flat(buffer: Buffer) -> memoryview:
@@ -70,11 +153,6 @@ def flat(buffer: Buffer) -> memoryview:
     if not view.nbytes:
         return memoryview(b"")  # cast() refuses a shape with a zero in it
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _require_known(algorithm: str) -> None:
-    if algorithm not in ALGORITHM_IDS:
-        raise ExtentCorrupt(f"check algorithm {algorithm!r} is unknown to this version", reason="algorithm")
 
 
 def _in_slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -87,9 +165,8 @@ def _in_slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
             yield buffer
 
 
-def _check(prefix: bytes, buffers: Iterable[memoryview]) -> bytes:
-    check = xxhash.xxh3_128(prefix)
+def _check(algorithm: Algorithm, prefix: bytes, buffers: Iterable[memoryview]) -> bytes:
+    check = algorithm.begin(prefix)
     for buffer in buffers:
         check.update(buffer)
-    digest: bytes = check.digest()
-    return digest
+    return check.digest()

@@ -23,12 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.checks import (
-    ALGORITHM_IDS,
     CHECK_BYTES,
+    PLAIN,
     STATE_LAYER,
+    XXH3,
+    Algorithm,
     Buffer,
+    Sealing,
     flat,
     header_check,
+    is_keyed,
     piece_check,
 )
 from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, chain, token_bytes
@@ -62,7 +66,6 @@ __all__ = [
 ]
 
 MAGIC = b"HSEXTENT"
-_ALGORITHMS = {number: name for name, number in ALGORITHM_IDS.items()}
 _FLAG_EXTRAS = 1
 _FLAG_VARIES = 2
 _FLAG_STATE = 4
@@ -92,7 +95,7 @@ class ExtentHeader:
     state_check: bytes = b"\0" * CHECK_BYTES
     created_ms: int = 0  # wall clock of the writer, for people and ceilings; never for order
     retention: str = "default"
-    algorithm: str = "xxh3-128"
+    algorithm: Algorithm = XXH3
 
     def layout(self, representation: Representation) -> ExtentLayout:
         """Return where everything lies in this extent."""
@@ -136,7 +139,7 @@ def seal(
     if len(image) != layout.extent_bytes:
         raise ValueError(f"the image has {len(image)} bytes, the extent {layout.extent_bytes}; allocate what layout_of says")
     digest = representation.digest
-    algorithm = "xxh3-128"
+    algorithm = XXH3  # where it lies it may get others
     checks = bytearray()
     for layer, offset in enumerate(layout.layer_offsets):
         end = offset
@@ -184,7 +187,6 @@ def encode_header(header: ExtentHeader, representation: Representation) -> bytes
     _require(header.checks.dtype == np.uint8, "checks are not bytes")
     _require(len(header.state_check) == CHECK_BYTES, f"the state's check has {len(header.state_check)} bytes")
     _require(0 <= header.created_ms < 1 << 63, f"created_ms is {header.created_ms}")
-    _require(header.algorithm in ALGORITHM_IDS, f"check algorithm {header.algorithm!r} is unknown")
     extras_bytes = sum(map(len, header.extras))
     retention = encode_retention(header.retention)
     fixed = _FIXED.pack(
@@ -198,14 +200,14 @@ def encode_header(header: ExtentHeader, representation: Representation) -> bytes
         BLOCK_TOKENS,
         representation.piece_tokens,
         representation.layers,
-        ALGORITHM_IDS[header.algorithm],
+        header.algorithm.number,
         len(retention),
         layout.state_offset,
         header.state_bytes,
         header.state_check,
         header.created_ms,
         extras_bytes,
-        0,
+        header.algorithm.key_id,
         header.representation,
         header.parent,
     )
@@ -222,7 +224,8 @@ def encode_header(header: ExtentHeader, representation: Representation) -> bytes
         parts += [struct.pack("<I", len(extra)) + extra for extra in header.extras]
     encoded = bytearray(b"".join(parts))
     encoded += bytes(layout.header_bytes - len(encoded))
-    encoded[_CHECK_AT : _CHECK_AT + CHECK_BYTES] = header_check(memoryview(encoded), at=_CHECK_AT)
+    check = header_check(memoryview(encoded).toreadonly(), at=_CHECK_AT, algorithm=header.algorithm)
+    encoded[_CHECK_AT : _CHECK_AT + CHECK_BYTES] = check
     return bytes(encoded)
 
 
@@ -247,9 +250,10 @@ def header_bytes_of(data: Buffer) -> int:
     return int(header_bytes)
 
 
-def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
-    """Return the header in `data` (at least header_bytes long). Raises ExtentCorrupt(reason=…): "magic", "version",
-    "truncated", "header-check", "representation", "algorithm", "fields". The result owns its bytes."""
+def decode_header(data: Buffer, representation: Representation, sealing: Sealing = PLAIN) -> ExtentHeader:
+    """Return the header in `data` (at least header_bytes long). `sealing`: whose checks are believed. Raises
+    ExtentCorrupt(reason=…): "magic", "version", "truncated", "key" (checks with a key that is not known here, or without one
+    where there is one), "algorithm", "header-check", "representation", "fields". The result owns its bytes."""
     view = flat(data)
     header_bytes = header_bytes_of(view)
     if header_bytes > len(view):
@@ -264,7 +268,7 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
         block_tokens,
         piece_tokens,
         layers,
-        algorithm,
+        number,
         retention_bytes,
         state_offset,
         state_bytes,
@@ -275,18 +279,25 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
         digest,
         parent,
     ) = _FIXED.unpack_from(owned)
-    if check != header_check(memoryview(owned), at=_CHECK_AT):
+    algorithm = sealing.find(number, check_key)
+    if algorithm is None and is_keyed(number):
+        raise ExtentCorrupt(
+            f"an extent has checks with the key {check_key:08x}, which is not in cache.check_key_file", reason="key"
+        )
+    if check != header_check(memoryview(owned), at=_CHECK_AT, algorithm=algorithm or XXH3):
         raise ExtentCorrupt("an extent's header is not what was written: its check differs", reason="header-check")
+    if algorithm is None and number == XXH3.number:
+        raise ExtentCorrupt("an extent has checks without a key, and cache.check_key_file is given", reason="key")
+    if algorithm is None:
+        raise ExtentCorrupt(f"an extent's pieces have checks of unknown algorithm {number}", reason="algorithm")
     if digest != representation.digest:
         raise ExtentCorrupt(f"an extent has representation {digest.hex()[:16]}…, not the asked one", reason="representation")
-    if algorithm not in _ALGORITHMS:
-        raise ExtentCorrupt(f"an extent's pieces have checks of unknown algorithm {algorithm}", reason="algorithm")
     # The check only says that the writer wrote this. From here a wrong or hostile writer is assumed: every field must agree
     # with the representation and with the bytes that are there before anything is cut by it.
     _agree("block tokens", block_tokens, BLOCK_TOKENS)
     _agree("piece tokens", piece_tokens, representation.piece_tokens)
     _agree("layers", layers, representation.layers)
-    _agree("check key", check_key, 0)  # no algorithm of this version takes one
+    _agree("check key", check_key, algorithm.key_id)
     _agree("flags", flags, _flags(varies=representation.varies, extras_bytes=extras_bytes, state_bytes=state_bytes))
     _agree("blocks outside whole pieces", blocks % representation.blocks_per_piece, 0)
     pieces = blocks // representation.blocks_per_piece
@@ -333,7 +344,7 @@ def decode_header(data: Buffer, representation: Representation) -> ExtentHeader:
         state_check=state_check,
         created_ms=created_ms,
         retention=retention,
-        algorithm=_ALGORITHMS[algorithm],
+        algorithm=algorithm,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
-from headstart.block.checks import STATE_LAYER, flat, piece_check
+from headstart.block.checks import PLAIN, STATE_LAYER, XXH3, Algorithm, Sealing, flat, piece_check
 from headstart.block.extent import ExtentHeader, decode_header, encode_header, seal, verify_chain
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.layout import ALIGNMENT, ExtentLayout, layout_of, padded
@@ -13,12 +15,15 @@ from headstart.block.representation import Representation
 from headstart.errors import ExtentCorrupt
 
 
-def examine(image: memoryview, representation: Representation, *, padding: bool = False) -> ExtentHeader:
+def examine(
+    image: memoryview, representation: Representation, sealing: Sealing = PLAIN, *, padding: bool = False
+) -> ExtentHeader:
     """Return the header of an image of which everything is right: header, keys, every piece, the state; with `padding` also
-    that zeros stand between them, so that there is no byte that may be another one. Raises ExtentCorrupt: the reasons of
-    `decode_header`, "chain" (keys that do not follow from parent, token ids and extras), "piece", "state", "padding"."""
+    that zeros stand between them, so that there is no byte that may be another one. `sealing`: whose checks are
+    believed. Raises ExtentCorrupt: the reasons of `decode_header`, "chain" (keys that do not follow from parent, token ids and
+    extras), "piece", "state", "padding"."""
     image = flat(image)
-    header = decode_header(image, representation)
+    header = decode_header(image, representation, sealing)
     layout = header.layout(representation)
     if len(image) != layout.extent_bytes:
         raise ExtentCorrupt(f"an extent of {layout.extent_bytes} bytes has an image of {len(image)}", reason="truncated")
@@ -44,6 +49,51 @@ def examine(image: memoryview, representation: Representation, *, padding: bool 
         if image[: layout.header_bytes] != encode_header(header, representation):  # a check of its own covers what is there
             raise ExtentCorrupt("something stands where a header's padding belongs", reason="padding")
     return header
+
+
+def unkeyed(image: memoryview, header: ExtentHeader, representation: Representation) -> ExtentHeader:
+    """Give an examined image the checks that need no key, where it lies, and return its header: as it is made everywhere."""
+    if header.algorithm is XXH3:
+        return header
+    front = resealed(image, header, representation, XXH3)
+    image[: front.nbytes] = front
+    return decode_header(front, representation)
+
+
+def resealed(image: memoryview, header: ExtentHeader, representation: Representation, algorithm: Algorithm) -> memoryview:
+    """Return the header, as it stands in front, of an image whose checks are made by `algorithm`; only the header differs.
+    `header`: what stands there. Every piece and the state are verified by it on the way: raises ExtentCorrupt ("piece",
+    "state"), so that nothing wrong gets right checks."""
+    image, layout = flat(image), header.layout(representation)
+    checks = np.empty_like(header.checks)
+
+    def check(layer: int, key: bytes, start: int, nbytes: int, old: bytes, reason: str) -> bytes:
+        found = [
+            piece_check(
+                algorithm=one,
+                representation=header.representation,
+                key=key,
+                layer=layer,
+                buffers=[image[start : start + nbytes]],
+            )
+            for one in (header.algorithm, algorithm)
+        ]
+        if found[0] != old:
+            raise ExtentCorrupt(f"the {reason} of an extent is not what was written", reason=reason)
+        return found[1]
+
+    for layer in range(representation.layers):
+        for piece in range(layout.pieces):
+            key = header.keys[(piece + 1) * representation.blocks_per_piece - 1]
+            old = header.checks[layer, piece].tobytes()
+            new = check(layer, key, *layout.piece_range(layer, piece, 1), old, "piece")
+            checks[layer, piece] = np.frombuffer(new, np.uint8)
+    state = header.state_check
+    if header.state_bytes:
+        state = check(STATE_LAYER, header.keys[-1], layout.state_offset, header.state_bytes, state, "state")
+    front = aligned(layout.header_bytes)
+    front[:] = encode_header(replace(header, checks=checks, state_check=state, algorithm=algorithm), representation)
+    return front
 
 
 def part_of(

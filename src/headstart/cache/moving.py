@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from headstart.block.extent import ExtentHeader
 from headstart.block.representation import Representation
-from headstart.block.whole import aligned, examine, part_of
+from headstart.block.whole import aligned, examine, part_of, unkeyed
 from headstart.errors import ExtentCorrupt, StoreError
 from headstart.tier.base import MOVED, ExtentId, ExtentInfo, ReadRange, Terms, Tier, WriteOutcome
 
@@ -61,7 +61,8 @@ def moving_out(source: Tier) -> AbstractContextManager[bool]:
 @dataclass(frozen=True, slots=True)
 class Brought:
     """What became of an extent. `there`: it is in the target now. `reason`: "written", "present"; or why it is not: "gone",
-    "corrupt", "unreadable", or in the target's words. `nbytes`: written there."""
+    "corrupt", "unreadable", "key" (its checks were made with one that is not known here), or in the target's words. `nbytes`:
+    written there."""
 
     there: bool
     reason: str
@@ -110,7 +111,7 @@ def bring(
             target.keep(there.ids(), its)
             outcomes.append(Brought(True, "present"))
             continue
-        found = _read(source, info, representation, on_bytes)
+        found = _read(source, target, info, representation, on_bytes)
         if isinstance(found, str):
             outcomes.append(Brought(False, found))
             continue
@@ -191,9 +192,11 @@ def parts_of(
 
 
 def _read(
-    source: Tier, info: ExtentInfo, representation: Representation, on_bytes: Callable[[int], None]
+    source: Tier, target: Tier, info: ExtentInfo, representation: Representation, on_bytes: Callable[[int], None]
 ) -> tuple[memoryview, ExtentHeader] | str:
-    """Return an extent's image, all of it verified, or why not."""
+    """Return an extent's image, all of it verified, with checks that the target takes; or why not."""
+    if info.check_key not in source.sealing.key_ids:
+        return "key"
     on_bytes(info.extent_bytes)  # before the lease, which may end with time
     try:
         if source.lease([info.id]) != [True]:
@@ -204,7 +207,9 @@ def _read(
                 source.read([ReadRange(info.id, at, [image[at : at + _PART_BYTES]])])
         finally:
             source.release([info.id])
-        header = examine(image, representation)
+        header = examine(image, representation, source.sealing)
+        if header.algorithm not in target.sealing.at_the_door().algorithms:
+            header = unkeyed(image, header, representation)
     except ExtentCorrupt:
         return "corrupt"
     except (StoreError, OSError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from headstart.block.identity import Identity
 from headstart.block.representation import Representation
 from headstart.cache.asked import capacities_of, write_budget_bytes
+from headstart.cache.check_keys import sealing_of
 from headstart.cache.prefix_cache import MATCH_TIMEOUT_S, PrefixCache
 from headstart.config import ANY_DISK_BYTES, CacheConfig, parse_size, require_budget
 from headstart.errors import HeadstartError, StoreError
@@ -35,8 +36,9 @@ def open_cache(
     config: CacheConfig, *, identity: Identity, representation: Representation, match_timeout_s: float = MATCH_TIMEOUT_S
 ) -> PrefixCache:
     """Return a cache over the tiers that `config` asks for, memory first. Without any (switched off, or none could be
-    opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size or a rule of tiers
-    that is none, never for a medium: what went wrong stands in `warnings`, one sentence a tier, and in the log."""
+    opened) it is a cache that never hits. A size of 0 switches a tier off. Raises ConfigError for a size, a rule of tiers
+    or a key of checks that is none, MissingExtra without what such a key needs, never for a medium: what went wrong stands in
+    `warnings`, one sentence a tier, and in the log."""
     return open_caches(config, identity=identity, representations=[representation], match_timeout_s=match_timeout_s)[0]
 
 
@@ -50,6 +52,8 @@ def open_caches(
     """Return a cache for each representation, all over the same tiers, as `open_cache` does for one: for whoever has to know
     what is stored of several shards. Closing one closes the tiers of all."""
     policy = parse_rules(config.tiering.rules)
+    if config.enabled and (config.pool is not None or config.object_store):
+        sealing_of(config)  # what is wrong with it must not end in a pool that is merely not there
     tiers: list[Tier] = []
     warnings: list[str] = []
     logged: list[str] = []  # by the tier itself
@@ -179,6 +183,7 @@ def open_pool(config: CacheConfig, path: Path) -> PoolTier:
         timing=Timing.where_seen_after(config.pool_visible_s),
         read_only=config.pool_read_only,
         retention=Retention.of(config.retention, config.quotas),
+        sealing=sealing_of(config),
     )
     found = tier.statistics()
     _log.info(
@@ -197,6 +202,7 @@ def open_object_store(config: CacheConfig, *, passing: bool = False) -> ObjectTi
         read_only=config.object_read_only,
         collects={"yes": not passing, "no": False}.get(config.object_collects),
         retention=Retention.of(config.retention, config.quotas),
+        sealing=sealing_of(config),
     )
     found = tier.statistics()
     _log.info(

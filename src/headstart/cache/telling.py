@@ -136,7 +136,8 @@ class Telling:
         for tier in self._tiers:
             infos: list[ExtentInfo] = []
             with counted(self._counters, tier, "scan"):
-                infos = [info for info in tier.scan() if info.representation == self._representation.digest]
+                mine, believed = self._representation.digest, tier.sealing.key_ids
+                infos = [i for i in tier.scan() if i.representation == mine and i.check_key in believed]
             yield from _batched(self._stored(tier, (info.id for info in _parents_first(infos))))
 
     def _changed(self, tier: Tier, change: Change) -> Iterator[Event]:
@@ -182,7 +183,7 @@ class Telling:
             try:
                 head = memoryview(bytearray(shape.header_bytes))
                 tier.read([ReadRange(extent, 0, [head])])
-                return decode_header(head, self._representation)
+                return decode_header(head, self._representation, tier.sealing)
             finally:
                 tier.release([extent])
         return None

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import XXH3
 from headstart.block.extent import ALIGNMENT, STATE_LAYER, ExtentHeader, encode_header, layout_of, piece_check
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, BlockKey, Content, block_extras, chain_keys
@@ -155,7 +156,7 @@ class FakeKV:
                 position += len(content)
                 checks[layer, i] = np.frombuffer(
                     piece_check(
-                        algorithm="xxh3-128",
+                        algorithm=XXH3,
                         representation=representation,
                         key=keys[(first + i + 1) * per_piece - 1],
                         layer=layer,
@@ -168,7 +169,7 @@ class FakeKV:
             state = self.state(first + count, nbytes=state_bytes)
             image[layout.state_offset : layout.state_offset + state_bytes] = np.frombuffer(state, np.uint8)
             state_check = piece_check(
-                algorithm="xxh3-128",
+                algorithm=XXH3,
                 representation=representation,
                 key=keys[blocks[-1]],
                 layer=STATE_LAYER,

@@ -65,6 +65,7 @@ class FaultyTier:
     def __init__(self, inner: Tier, *faults: Fault, stall_s: float = 20.0) -> None:
         self.inner = inner
         self.name = inner.name
+        self.sealing = inner.sealing
         self.stalled = Event()  # set once a call waits, so that a test need not sleep
         self.read_bytes_per_s: float | None = None
         self.bytes_read = 0

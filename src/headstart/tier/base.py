@@ -17,6 +17,7 @@ from typing import NewType, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import Sealing
 from headstart.block.representation import Representation
 
 MOVED = "moved"  # why an extent is removed that lies elsewhere now: its blocks are not gone
@@ -97,6 +98,7 @@ class ExtentInfo:
     leased: bool = False  # by this process
     used_ms: int | None = None  # when it was used last, about, and not later than that; None where that is not known
     where: str = ""  # the place in words: a file of the tier and an offset; "" in memory
+    check_key: int = 0  # which key its checks were made with; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,7 @@ class Tier(Protocol):
     name: str
     trusted: bool  # bytes come from this process's own memory and need no verification
     in_memory: bool  # they lie in this machine's memory: no medium to wait for, to wear out or to bring them from
+    sealing: Sealing  # whose checks are believed of what lies there
 
     def max_extent_bytes(self, representation: Representation, *, state_bytes: int = 0) -> int:
         """Return the largest image that `write` takes, given how much of it is a boundary state."""
@@ -259,8 +262,9 @@ class Tier(Protocol):
         ...
 
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
-        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. When it
-        returns stored=True under durability="data", the extent survives a power loss."""
+        """Put an extent's image (see block.extent; 4 KiB-aligned length) if any of its blocks is absent. Its checks are XXH3's
+        or such as `sealing` writes, which it gets. When it returns stored=True under durability="data", the extent survives a
+        power loss."""
         ...
 
     def keep(self, extents: Sequence[ExtentId], terms: Terms) -> None:

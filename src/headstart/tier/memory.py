@@ -16,6 +16,7 @@ from threading import Lock
 
 import numpy as np
 
+from headstart.block.checks import PLAIN
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
@@ -107,6 +108,7 @@ class MemoryTier:
 
     name = "memory"
     trusted = True
+    sealing = PLAIN
     in_memory = True
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -22,6 +22,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import XXH3
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ExtentCorrupt
@@ -37,7 +38,6 @@ from headstart.transfer.tables import Plan, Table, alike, destination_of, expect
 
 _SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
 _MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
-_ALGORITHM = "xxh3-128"  # the only one that C knows
 _log = logging.getLogger(__name__)
 
 
@@ -260,7 +260,7 @@ class Batch:
         try:
             header = decode_header(memory[at : at + plan.layout.header_bytes], self._prompt.representation)
             layout = header.layout(self._prompt.representation)
-            right = header.algorithm == _ALGORITHM and head.mismatch(header) is None
+            right = header.algorithm is XXH3 and head.mismatch(header) is None  # C knows no other
             right = right and layout.layer_offsets == plan.layout.layer_offsets
             right = right and layout.extent_bytes == int(self._raw.extent_bytes[extent])
         except ExtentCorrupt:

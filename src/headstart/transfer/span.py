@@ -244,7 +244,7 @@ class _HeadJob(_Job):
                 raise
             self._again()
             return
-        header = decode_header(head, representation)
+        header = decode_header(head, representation, span.tier.sealing)
         layout = header.layout(representation)
         fault = self.mismatch(header)
         if fault is None and (layout.header_bytes, layout.extent_bytes) != (shape.header_bytes, shape.extent_bytes):

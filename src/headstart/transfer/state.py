@@ -108,7 +108,7 @@ class _StateHead(_Reading):
             raise StoreError(f"extent {span.extent} is gone")
         head = staging.take(shape.header_bytes)
         self.fill(0, head)
-        header = decode_header(bytes(head), self._representation)
+        header = decode_header(bytes(head), self._representation, span.tier.sealing)
         layout = header.layout(self._representation)
         # Before memory is taken for what a header says: a wrong writer's says anything.
         if (layout.header_bytes, layout.extent_bytes) != (shape.header_bytes, shape.extent_bytes):

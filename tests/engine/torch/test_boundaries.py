@@ -10,6 +10,7 @@ import pytest
 from held_cache import HeldCache, eventually
 from reference import Answer, ask, engine_of, finish, loaded, some_tokens, stepped
 
+from headstart.block.checks import PLAIN
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.engine.exactness import same_tokens
 from headstart.engine.torch.engine import TorchEngine
@@ -34,6 +35,7 @@ class RottenStates:
     """A tier that stands for a disk, on which every state that is `bad` reads as it should not."""
 
     trusted = False
+    sealing = PLAIN
     in_memory = False
     name = "disk"
 

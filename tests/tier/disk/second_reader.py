@@ -13,11 +13,16 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
+
+try:
+    from blake3 import blake3
+except ImportError:  # then nothing with a key can be read
+    blake3 = None
 
 PAGE = 4096
 BLOCK_TOKENS = 64
@@ -77,6 +82,7 @@ class Added:
     tenant: str
     parent: bytes
     prefixes: tuple[bytes, ...]
+    check_key: int = 0
 
 
 @dataclass
@@ -116,9 +122,10 @@ def blocks_of(extents: list[Extent]) -> dict[tuple[bytes, bytes], list[tuple[Ext
     return found
 
 
-def read_directory(root: Path) -> Contents:
-    """Return every extent that the journals call alive, every byte of it verified."""
-    check_marker(root)
+def read_directory(root: Path, *, key: bytes = b"", features: tuple[str, ...] = ()) -> Contents:
+    """Return every extent that the journals call alive, every byte of it verified. `key`: the one that its checks were made
+    with. `features`: what the directory has."""
+    check_marker(root, features)
     journals = read_journals(root)
     extents, refused = [], list(journals.refused)
     for (writer, sequence), (header_bytes, _, digest) in sorted(journals.opened.items()):
@@ -137,7 +144,7 @@ def read_directory(root: Path) -> Contents:
             if name[:2] != (writer, sequence) or name in journals.removed:
                 continue
             try:
-                extent = read_extent(data, (writer, sequence), name[2], representation)
+                extent = read_extent(data, (writer, sequence), name[2], representation, key)
                 agree_with_journal(extent, added)
             except Refused as why:
                 refused.append((f"{path.name}, byte {name[2]}", str(why)))
@@ -173,10 +180,10 @@ def scan_segments(root: Path) -> list[Extent]:
     return found
 
 
-def check_marker(root: Path) -> None:
+def check_marker(root: Path, features: tuple[str, ...] = ()) -> None:
     marker = json.loads((root / "headstart.json").read_text())
     require(marker["format"] == "headstart" and marker["version"] == 1, "another format or version")
-    require(marker.get("features", []) == [], "features that this reader does not know")
+    require(sorted(marker.get("features", [])) == sorted(features), "features that this reader does not know")
 
 
 # Journals.
@@ -277,7 +284,8 @@ def read_added(payload: bytes) -> tuple[tuple[bytes, int, int], Added]:
     require(bool(fields) and fields[0][0] == 1, "an extent without a class in front")
     require(len({tag for tag, _ in fields}) == len(fields), "a field twice")
     tenant = dict(fields).get(2, b"").decode()
-    added = Added(nbytes, header_bytes, used, flags, fields[0][1].decode(), tenant, parent, prefixes)
+    (check_key,) = exactly("<I", dict(fields).get(4, bytes(4)))
+    added = Added(nbytes, header_bytes, used, flags, fields[0][1].decode(), tenant, parent, prefixes, check_key)
     return (writer, sequence, offset), added
 
 
@@ -345,7 +353,9 @@ def read_representation(encoded: bytes) -> Representation:
 # Extents.
 
 
-def read_extent(data: bytes, segment: tuple[bytes, int], start: int, representation: Representation) -> Extent:
+def read_extent(
+    data: bytes, segment: tuple[bytes, int], start: int, representation: Representation, secret: bytes = b""
+) -> Extent:
     """Return the extent at byte `start` of a segment file, once its header, its chain of keys and every check are right."""
     require(start % PAGE == 0 and data[start : start + 8] == b"HSEXTENT", "no extent begins here")
     version, header_bytes = struct.unpack_from("<II", data, start + 8)
@@ -353,7 +363,9 @@ def read_extent(data: bytes, segment: tuple[bytes, int], start: int, representat
     require(header_bytes % PAGE == 0 and PAGE <= header_bytes <= 1 << 28, "an extent header of no possible length")
     header = data[start : start + header_bytes]
     require(len(header) == header_bytes, "an extent header that is cut")
-    require(xxh128(header[:16] + header[32:]) == header[16:32], "an extent's header check does not hold")
+    (algorithm,), (check_key,) = struct.unpack_from("<H", header, 60), struct.unpack_from("<I", header, 108)
+    check_of = checks_of(algorithm, check_key, secret)
+    require(check_of(header[:16] + header[32:]) == header[16:32], "an extent's header check does not hold")
     flags, blocks, nbytes, block_tokens, piece_tokens, layers, algorithm, retention_bytes = struct.unpack_from(
         "<IIQIIIHH", header, 32
     )
@@ -361,7 +373,7 @@ def read_extent(data: bytes, segment: tuple[bytes, int], start: int, representat
         "<QQ16sQII32s32s", header, 64
     )
     require(digest == representation.digest, "an extent of another representation")
-    require(flags < 8 and algorithm == 1 and check_key == 0 and created < 1 << 63, "a flag or an algorithm that is not known")
+    require(flags < 8 and created < 1 << 63, "a flag or a time that is not known")
     require(block_tokens == BLOCK_TOKENS and piece_tokens == representation.piece_tokens, "tokens of another number")
     require(layers == len(representation.layer_bytes) and 1 <= retention_bytes <= 64, "layers or a class that are not")
     per_piece = piece_tokens // BLOCK_TOKENS
@@ -414,7 +426,7 @@ def read_extent(data: bytes, segment: tuple[bytes, int], start: int, representat
         for piece in range(pieces):
             content = data[start + end : start + end + sizes[layer][piece]]
             last = keys[(piece + 1) * per_piece - 1]
-            good = xxh128(digest + last + u32(layer) + content) == checks[layer * pieces + piece]
+            good = check_of(digest + last + u32(layer) + content) == checks[layer * pieces + piece]
             require(good, f"layer {layer}, piece {piece} is not what was written")
             row.append(content)
             end += sizes[layer][piece]
@@ -422,7 +434,7 @@ def read_extent(data: bytes, segment: tuple[bytes, int], start: int, representat
         end = up(end)
     require(state_offset == end and bool(flags & 4) == (state_bytes > 0), "a boundary state where there is none")
     state = data[start + end : start + end + state_bytes]
-    expected = xxh128(digest + keys[-1] + b"\xff\xff\xff\xff" + state) if state_bytes else bytes(16)
+    expected = check_of(digest + keys[-1] + b"\xff\xff\xff\xff" + state) if state_bytes else bytes(16)
     require(state_check == expected, "the boundary state is not what was written")
     require(nbytes == up(state_offset + state_bytes) and start + nbytes <= len(data), "an extent of another length")
     tokens = tuple(struct.unpack("<64I", raw) for raw in token_bytes)
@@ -473,6 +485,18 @@ def u32(number: int) -> bytes:
 def u32s(data: bytes) -> tuple[int, ...]:
     require(len(data) % 4 == 0, "numbers that are cut")
     return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def checks_of(algorithm: int, check_key: int, secret: bytes) -> Callable[[bytes], bytes]:
+    """Return how the checks are made that a header names."""
+    if algorithm == 1:
+        require(check_key == 0 and not secret, "checks without a key where there is one")
+        return xxh128
+    require(algorithm == 2, "an algorithm that is not known")
+    require(bool(secret) and blake3 is not None, "checks with a key that is not known")
+    own = struct.unpack("<I", blake3(b"headstart check key 1", key=secret).digest(4))[0] or 1
+    require(check_key == own, "checks with another key")
+    return lambda data: blake3(data, key=secret).digest(16)
 
 
 def xxh128(data: bytes) -> bytes:

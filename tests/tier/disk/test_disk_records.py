@@ -49,13 +49,13 @@ segments = st.builds(SegmentName, st.binary(min_size=16, max_size=16), sequences
 names = st.builds(ExtentName, segments, u62)
 prefixes = st.integers(0, 4).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n))
 words = st.text(max_size=20)
-fields = st.lists(st.builds(frame, st.integers(3, 255), st.binary(max_size=8)), max_size=2).map(b"".join)
+fields = st.lists(st.builds(frame, st.sampled_from([3, *range(5, 256)]), st.binary(max_size=8)), max_size=2).map(b"".join)
 records = st.one_of(
     st.builds(RepresentationDeclared, st.binary(max_size=50)),
     st.builds(SegmentOpened, segments, u31, u62, u62, st.binary(min_size=32, max_size=32)),
     st.builds(SegmentSealed, segments, u62),
     st.builds(
-        ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields, words
+        ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields, words, u32
     ),
     st.builds(Touched, st.lists(st.tuples(names, uses), max_size=4).map(tuple)),
     st.builds(ClassRaised, u62, st.lists(st.builds(Raise, names, u62, words), max_size=4).map(tuple)),

@@ -144,7 +144,7 @@ def test_the_second_reader_knows_nothing_of_headstart() -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     roots = {str(name).split(".")[0] for name in imported}
-    assert roots - set(sys.stdlib_module_names) == {"xxhash"}
+    assert roots - set(sys.stdlib_module_names) == {"blake3", "xxhash"}
 
 
 def test_the_directory_holds_everything_that_is_written(life: Life) -> None:

@@ -162,6 +162,18 @@ def test_a_file_that_somebody_removed_is_a_miss(machine: Make, root: Path) -> No
     assert b.extent(1) == -1
 
 
+def test_a_file_that_went_while_somebody_has_it_open_is_left_to_the_client_that_renamed_it(machine: Make, root: Path) -> None:
+    a = machine()
+    a.save(1)
+    for name in (".nfs000000000012", ".fuse_hidden0000001"):
+        (root / "segments" / "00" / name).write_bytes(b"held open")
+    a.wait(31)
+    assert a.tier.check() == []
+    (root / "segments" / "00" / "stranger").touch()
+    assert [problem.what for problem in a.tier.check()] == ["not a file of this pool"]
+    (root / "segments" / "00" / "stranger").unlink()
+
+
 def test_what_lay_in_files_that_went_unheard_is_forgotten_by_all(machine: Make, root: Path) -> None:
     a, b = machine(), machine()
     a.save(1)

@@ -13,7 +13,7 @@ import click
 
 from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
-from headstart.block.whole import examine
+from headstart.block.whole import examine, unkeyed
 from headstart.cache.moving import parts_of
 from headstart.cli.cache.cached import SLACK_BYTES, Cached, open_tier, representation_name, retention_of, share_of, so_many
 from headstart.config import CacheConfig, parse_size
@@ -88,15 +88,19 @@ class Left:
 
 
 def verified_image(cached: Cached, i: int, layout: Representation, left: Left) -> tuple[memoryview, ExtentHeader] | None:
-    """Return an extent's image if all of it is right."""
+    """Return an extent's image if all of it is right, with checks that need no key."""
     look, info = cached.look_of[i], cached.extents[i]
+    if info.check_key not in look.sealing.key_ids:
+        left.out(i, "written with another key; give its file as cache.check_key_file")
+        return None
     try:
         image = look.read(info.id)
         if image is None:
             left.out(i, "removed meanwhile")
             return None
-        header = examine(image, layout)
+        header = examine(image, layout, look.sealing)
         require_same(header, info)
+        header = unkeyed(image, header, layout)
     except ExtentCorrupt:
         left.out(i, "damaged; `headstart cache verify` drops it")
     except (OSError, StoreError):

@@ -29,7 +29,7 @@ from headstart.tier.base import ExtentInfo, Tier
 from headstart.tier.surveying import DescribingTier, Survey, surveyed
 
 _BUSY_S = 15.0  # how long another process that moves out of the same directory is waited for
-_PASSING = ("gone", "corrupt", "unreadable", "unknown")  # reasons after which the next extent is tried
+_PASSING = ("gone", "corrupt", "unreadable", "key", "unknown")  # reasons after which the next extent is tried
 
 
 @dataclass(slots=True)

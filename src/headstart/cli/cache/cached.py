@@ -20,6 +20,7 @@ import numpy.typing as npt
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.block.representation import Representation
 from headstart.cache.asked import capacities_of
+from headstart.cache.check_keys import sealing_of
 from headstart.cache.prefixes import Prefix, Prefixes, Spot
 from headstart.cli.settings import chosen_config
 from headstart.config import CacheConfig, parse_size
@@ -230,7 +231,7 @@ def _told_in_a_sentence(*roots: Path) -> Iterator[None]:
 def looked_at_pool(path: Path, config: CacheConfig) -> Look:
     """Look at a pool. Raises NotThere, FormatMismatch, StoreError where it does not answer."""
     _answering([path])
-    return Look(path, retention=retention_of(config), pool=True)
+    return Look(path, retention=retention_of(config), pool=True, sealing=sealing_of(config))
 
 
 def _taken_out(places: Mapping[Path, Path], entries: Mapping[Path, Entry]) -> list[Path]:
@@ -330,6 +331,7 @@ def open_pool(look: Look, config: CacheConfig) -> PoolTier:
         capacity_bytes=max(capacity_bytes, look.charged_bytes * 5 // 4 + _ROOM_BYTES),
         timing=Timing.where_seen_after(config.pool_visible_s),
         retention=retention_of(config),
+        sealing=sealing_of(config),
     )
 
 

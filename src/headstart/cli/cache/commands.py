@@ -122,11 +122,13 @@ def du(**said: Any) -> Any:
 
 @click.command()
 @cache_options
+@pool_option
 @click.option("--rate", metavar="SIZE", default="256MiB", help="read at most so much a second  [default: 256MiB]")
 @click.option("--no-repair", is_flag=True, help="only tell what is wrong, and write nothing")
 def verify(**said: Any) -> Any:
     """Read everything that is stored and check it: headers, keys, token ids, every piece. What is wrong is dropped, so that it
-    is computed anew; then books and files are compared. What cannot be read now is left alone: a disk may come back."""
+    is computed anew; then books and files are compared. What cannot be read now is left alone: a disk may come back. So is
+    what has checks with a key that is not in cache.check_key_file."""
     return _run("verifying", "verify", said)
 
 
@@ -147,12 +149,14 @@ def rm(**said: Any) -> Any:
 
 @click.command()
 @cache_options
+@pool_option
 @click.option("--to", "target", metavar="SIZE", help="let go until no more than this is taken, the least worthy first")
 @click.option("--for", "seconds", type=click.FloatRange(min=0), help="stop joining short runs after so many seconds")
 @click.option("--dry-run", is_flag=True, help="only tell what would go")
 def gc(**said: Any) -> Any:
     """Let go what is older than its class may grow, give back space, join short runs of one prefix into long ones. With --to,
-    let go also what is least worth keeping, in the order in which the cache itself would."""
+    let go also what is least worth keeping, in the order in which the cache itself would. In a pool, --to is about what can be
+    found: the files go some minutes later, when nobody can be reading them any more, and nothing is joined."""
     return _run("removing", "gc", said)
 
 

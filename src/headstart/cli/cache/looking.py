@@ -211,16 +211,18 @@ def _extent_facts(cached: Cached, i: int, used_blocks: int) -> dict[str, Any]:
         "created": as_time(info.created_ms),
     }
     layout = cached.representation(info.representation)
+    if info.check_key not in look.sealing.key_ids:
+        return facts | {"not_read": "it was written with another key, or none, than cache.check_key_file has"}
     try:
         image = look.read(info.id)
         if image is None:
             return facts | {"fault": "it was removed while it was looked at"}
         if layout is not None:
-            header: ExtentHeader = examine(image, layout)
+            header: ExtentHeader = examine(image, layout, look.sealing)
             require_same(header, info)
             facts |= {
                 "key": header.keys[used_blocks - 1].hex(),
-                "check": header.algorithm,
+                "check": header.algorithm.name,
                 "state_bytes": header.state_bytes,
                 "salted_or_contents": any(header.extras),
                 "first_tokens": header.tokens[:_FIRST_TOKENS].tolist(),
@@ -246,6 +248,7 @@ def _tell(facts: dict[str, Any]) -> None:
     for extent in facts["extents"]:
         state = f", {_terms(extent)}" if _terms(extent) != terms else ""
         state += f"  WRONG: {extent['fault']}" if "fault" in extent else ""
+        state += f"  not looked into: {extent['not_read']}" if "not_read" in extent else ""
         click.echo(
             f"extent          {extent['file']}, byte {extent['offset']}: {extent['used_blocks']} of {extent['blocks']} blocks, "
             f"{as_bytes(extent['bytes'])}, written {extent['created']}{state}"

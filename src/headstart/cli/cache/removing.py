@@ -182,7 +182,7 @@ def _shorten(cached: Cached, cuts: dict[int, int]) -> Removed:
                 whole = None if layout is None else cached.look_of[i].read(cached.extents[i].id)
                 if layout is None or whole is None:
                     continue
-                image = part_of(whole, examine(whole, layout), layout, first_piece=0, pieces=cuts[i])
+                image = part_of(whole, examine(whole, layout, cached.look_of[i].sealing), layout, first_piece=0, pieces=cuts[i])
                 if not tier.delete([here.id], reason="user"):
                     done.leased += 1
                     continue
@@ -197,11 +197,12 @@ def gc(
     directories: tuple[Path, ...],
     config_file: Path | None,
     as_json: bool,
+    pool: Path | None,
     target: str | None,
     seconds: float | None,
     dry_run: bool,
 ) -> int:
-    with looked(directories, config_file) as cached:
+    with looked(directories, config_file, pool=pool) as cached:
         pinned = _pinned(cached)
         expired = {
             i
@@ -251,7 +252,9 @@ def gc(
 def _above(cached: Cached, target: str, pinned: set[int], expired: set[int]) -> tuple[list[int], int]:
     """Return what to let go so that no more than the target is taken, and how many bytes it is missed by even so."""
     target_bytes = parse_size(target)
-    charged = sum(look.charged_bytes for look in cached.looks)
+    # What was let go in a pool before is charged for some minutes yet, and is not to be let go of twice.
+    in_pool = any(look.pool for look in cached.looks)
+    charged = sum(info.extent_bytes for info in cached.extents) if in_pool else sum(look.charged_bytes for look in cached.looks)
     needed = charged - target_bytes - sum(cached.extents[i].extent_bytes for i in expired)
     if needed <= 0 or not cached.extents:
         return [], 0
@@ -276,6 +279,8 @@ def _tend(cached: Cached, seconds: float | None) -> int:
     joined = 0
     with shown_progress() as on_progress:
         for look in cached.looks:
+            if look.pool:
+                continue  # whoever collects there does it
             on_progress(f"upkeep of {look.root}", None)
             tier = open_looked_at(look, cached.config)
             try:

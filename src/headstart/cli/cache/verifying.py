@@ -11,29 +11,32 @@ from typing import Any
 import click
 
 from headstart.cli.cache import DAMAGED, REPAIRED
-from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, looked, open_looked_at, so_many
+from headstart.cli.cache.cached import SHOWN_DIGITS, Cached, as_bytes, looked, open_looked_at, open_pool, so_many
 from headstart.cli.progress import OnProgress, shown_progress
 from headstart.config import parse_size
 from headstart.errors import StoreError
-from headstart.tier.base import Problem
+from headstart.tier.base import ExtentInfo, Problem, Tier
 from headstart.tier.disk.look import Look
 from headstart.tier.disk.scrub import Examined, scrub
 
 INTERRUPTED = 130
 
 
-def verify(directories: tuple[Path, ...], config_file: Path | None, as_json: bool, rate: str, no_repair: bool) -> int:
+def verify(
+    directories: tuple[Path, ...], config_file: Path | None, as_json: bool, pool: Path | None, rate: str, no_repair: bool
+) -> int:
     rate_bytes = parse_size(rate)
     if rate_bytes < 1:
         raise click.BadParameter("a rate of 0 never ends; give one such as 256MiB")
     wrong: list[tuple[Look, Examined]] = []
     counts = {"extents": 0, "bytes": 0, "gone": 0}
     interrupted = False
-    with looked(directories, config_file) as cached:
-        total = sum(info.extent_bytes for info in cached.extents)
+    with looked(directories, config_file, pool=pool) as cached:
+        mine = _believed(cached)
+        total = sum(info.extent_bytes for _, some in mine for info in some)
         try:
             with shown_progress() as on_progress:
-                for look, one in _examined(cached, _Throttle(rate_bytes, on_progress, total)):
+                for look, one in _examined(mine, _Throttle(rate_bytes, on_progress, total)):
                     counts["extents"] += 1
                     counts["gone"] += one.gone
                     counts["bytes"] += 0 if one.gone else one.info.extent_bytes
@@ -47,7 +50,8 @@ def verify(directories: tuple[Path, ...], config_file: Path | None, as_json: boo
         facts = {
             "interrupted": interrupted,
             "extents": counts["extents"],
-            "extents_in_all": len(cached.extents),
+            "extents_in_all": sum(len(some) for _, some in mine),
+            "other_keys": len(cached.extents) - sum(len(some) for _, some in mine),
             "bytes": counts["bytes"],
             "removed_meanwhile": counts["gone"],
             "faults": [_facts(look, one) for look, one in wrong],
@@ -87,10 +91,18 @@ class _Throttle:
             time.sleep(self._due - now)
 
 
-def _examined(cached: Cached, on_bytes: Callable[[int], None]) -> Iterable[tuple[Look, Examined]]:
-    for look in cached.looks:
-        mine = [info for info, owner in zip(cached.extents, cached.look_of, strict=True) if owner is look]
-        for one in scrub(look, mine, on_bytes=on_bytes):
+def _believed(cached: Cached) -> list[tuple[Look, list[ExtentInfo]]]:
+    """Return of each directory the extents whose checks can be told to be right: those made with a key that is known."""
+    owned = list(zip(cached.extents, cached.look_of, strict=True))
+    return [
+        (look, [info for info, owner in owned if owner is look and info.check_key in look.sealing.key_ids])
+        for look in cached.looks
+    ]
+
+
+def _examined(mine: list[tuple[Look, list[ExtentInfo]]], on_bytes: Callable[[int], None]) -> Iterable[tuple[Look, Examined]]:
+    for look, some in mine:
+        for one in scrub(look, some, on_bytes=on_bytes):
             yield look, one
 
 
@@ -109,7 +121,7 @@ def _repair(cached: Cached, broken: list[tuple[Look, Examined]]) -> tuple[int, l
     dropped, problems = 0, []
     for look in cached.looks:
         places = {one.info.where for owner, one in broken if owner is look}
-        tier = open_looked_at(look, cached.config)
+        tier: Tier = open_pool(look, cached.config) if look.pool else open_looked_at(look, cached.config)
         try:
             still = [info.id for info in tier.scan() if info.where in places]
             removed = tier.delete(still, reason="corrupt")
@@ -151,3 +163,6 @@ def _tell(facts: dict[str, Any]) -> None:
         f"{so_far}, {as_bytes(facts['bytes'])}: {wrong} wrong, {facts['dropped']} dropped, "
         f"{facts['unreadable']} not readable{others}"
     )
+    if facts["other_keys"]:
+        count = so_many(facts["other_keys"], "extent was", "extents were")
+        click.echo(f"{count} written with another key, or none, and left alone; cache.check_key_file says which are believed")

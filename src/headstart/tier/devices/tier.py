@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from threading import Event, Lock, Thread
 
+from headstart.block.checks import PLAIN
 from headstart.block.layout import layout_of
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
@@ -61,6 +62,7 @@ class DeviceTier:
 
     name = DiskTier.name
     trusted = False
+    sealing = PLAIN
     in_memory = False
 
     def __init__(self, members: Members, counters: Counters, *, look_s: float, retention: Retention | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import PLAIN
 from headstart.policy.retention import FOREVER_MS, Retention
 from headstart.tier.base import Change, OnChange
 from headstart.tier.disk.bulk import AddedColumns, Loaded, UsedColumns
@@ -61,7 +62,14 @@ class Removal(NamedTuple):
 class Books(ExtentTable):
     """Extents and segments as journals tell of them."""
 
-    def __init__(self, *, removals_kept: int = REMOVALS_KEPT, retention: Retention | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        removals_kept: int = REMOVALS_KEPT,
+        retention: Retention | None = None,
+        key_ids: frozenset[int] = PLAIN.key_ids,
+    ) -> None:
+        """`key_ids`: which keys checks may have been made with that are known here."""
         super().__init__(Retention() if retention is None else retention)
         self.representations: dict[bytes, bytes] = {}
         self.declared: set[bytes] = set()  # representations that the own journal declares
@@ -73,6 +81,7 @@ class Books(ExtentTable):
         self._next_number = 0
         self._forget_at = GONE_KEPT
         self._removed_blocks = 0  # of all removals that are kept
+        self._key_ids = key_ids
         self._loading = True
         self._early_uses: list[Touched | UsedColumns] = []
         self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
@@ -195,8 +204,16 @@ class Books(ExtentTable):
         self.counter = max(self.counter, record.last_used)
         if offset in segment.rows:
             self._use(record.extent, record.last_used)
-        elif offset not in segment.dead:
+        elif offset not in segment.dead and self._seal(segment, record.check_key):
             self._enter(segment, record, now_ms)
+
+    def _seal(self, segment: Segment, check_key: int) -> bool:
+        """Note which key a segment's checks were made with. False where that of its other extents is another: no writer that
+        can be believed says so."""
+        if not segment.rows:
+            segment.check_key, segment.hidden = check_key, check_key not in self._key_ids
+            self.any_hidden |= segment.hidden
+        return segment.check_key == check_key
 
     def _enter(self, segment: Segment, record: ExtentAdded, now_ms: int) -> None:
         row = self._take_row()
@@ -225,8 +242,8 @@ class Books(ExtentTable):
             for said, own in self._waiting.pop(record.extent, ()):
                 self._keep(row, said, own=own)
         if record.flags & BOUNDARY_STATE and blocks:
-            self._note_state(segment.representation, record.prefixes[-PREFIX_BYTES:], row)
-        keys, index = _split(record.prefixes), self._index(segment.representation)
+            self._note_state(segment.index, record.prefixes[-PREFIX_BYTES:], row)
+        keys, index = _split(record.prefixes), self._index(segment.index)
         if self._loading:
             index.load(keys, np.array([row]), np.array([blocks]))
         else:
@@ -243,8 +260,9 @@ class Books(ExtentTable):
             segment = self.segments.get(name)
             if segment is None or not segment.opened or segment.gone:
                 continue
-            some = offsets[first:end]
-            if segment not in plain and segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all()):
+            some, check_keys = offsets[first:end], columns.check_keys(first, end)
+            in_order = segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all())
+            if segment not in plain and in_order and len(check_keys) == 1 and self._seal(segment, int(check_keys[0])):
                 segment.stale |= not own
                 segment.end = max(segment.end, int(ends[first:end].max()))
                 self.counter = max(self.counter, int(columns.rows["last_used"][first:end].max()))
@@ -276,7 +294,7 @@ class Books(ExtentTable):
         self._kept.enter_all(
             rows, created_ms=created_ms, nbytes=nbytes, terms=[t[:2] for t in columns.terms], terms_of=columns.terms_of[at]
         )
-        for number, (_, _, fields) in enumerate(columns.terms):
+        for number, (_, _, _, fields) in enumerate(columns.terms):
             if fields:
                 self._fields.update(dict.fromkeys(rows[columns.terms_of[at] == number].tolist(), fields))
         # Sums up to each segment's first record and behind its last one.
@@ -290,17 +308,17 @@ class Books(ExtentTable):
         self.live_bytes += bytes_to[-1]
         self.blocks += blocks_to[-1]
         self.extents += len(at)
-        for representation in {segment.representation for segment in groups}:
-            those = np.repeat(np.array([segment.representation == representation for segment in groups]), counts)
+        for name in {segment.index for segment in groups}:
+            those = np.repeat(np.array([segment.index == name for segment in groups]), counts)
             some = blocks[those]
             within = np.arange(int(some.sum())) - np.repeat(np.cumsum(some) - some, some)
             keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
-            self._index(representation).load(keys, rows[those], some)
+            self._index(name).load(keys, rows[those], some)
         with_state = np.flatnonzero((new["flags"] & BOUNDARY_STATE) * blocks)
         if len(with_state):
             last = columns.first_keys[at] + blocks - 1
             owners = np.repeat(np.arange(len(groups)), counts)
-            names = [segment.representation for segment in groups]
+            names = [segment.index for segment in groups]
             for one in with_state.tolist():
                 self._note_state(names[owners[one]], columns.keys[last[one]].tobytes(), int(rows[one]))
 
@@ -373,11 +391,11 @@ class Books(ExtentTable):
         segment.rows.remove(int(self._offset[row]))
         nbytes = int(self._extent_bytes[row])
         if self._flags[row] & BOUNDARY_STATE:
-            self._forget_state(segment.representation, row)
+            self._forget_state(segment.index, row)
         segment.live_bytes -= nbytes
         self.live_bytes -= nbytes
         self.extents -= 1
-        index = self._index(segment.representation)
+        index = self._index(segment.index)
         keys = None if self.on_change is None else index.keys(row)
         blocks = index.remove(row)
         segment.blocks -= blocks
@@ -392,7 +410,7 @@ class Books(ExtentTable):
             self._changed(segment, keys, came=False)
 
     def _changed(self, segment: Segment, keys: npt.NDArray[np.uint8], *, came: bool) -> None:
-        if self.on_change is not None and not self._loading:
+        if self.on_change is not None and not self._loading and not segment.hidden:
             self.on_change(Change(segment.representation, [key.tobytes() for key in keys], came))
 
     # What a snapshot keeps.

@@ -60,13 +60,13 @@ assert _ROW.itemsize == ADDED.size
 @dataclass(frozen=True, slots=True)
 class AddedColumns:
     """Records in their order. `rows`: their fixed parts, as in the journal. `keys`: the prefixes of all their blocks, one after
-    the other; those of a record begin at its `first_keys`. `terms`: retention class, tenant and unknown fields, each different
-    combination once; `terms_of`: which one a record has."""
+    the other; those of a record begin at its `first_keys`. `terms`: retention class, tenant, check key and unknown fields, each
+    different combination once; `terms_of`: which one a record has."""
 
     rows: npt.NDArray[np.void]
     keys: npt.NDArray[np.uint8]  # [blocks, PREFIX_BYTES]
     first_keys: npt.NDArray[np.int64]
-    terms: tuple[tuple[str, str, bytes], ...]
+    terms: tuple[tuple[str, str, int, bytes], ...]
     terms_of: npt.NDArray[np.intp]
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class AddedColumns:
     def record(self, at: int) -> ExtentAdded:
         row = self.rows[at]
         start = int(self.first_keys[at])
-        retention, tenant, fields = self.terms[self.terms_of[at]]
+        retention, tenant, check_key, fields = self.terms[self.terms_of[at]]
         return ExtentAdded(
             ExtentName(_segment(row), int(row["offset"])),
             int(row["extent_bytes"]),
@@ -95,7 +95,13 @@ class AddedColumns:
             int(row["flags"]),
             fields,
             tenant,
+            check_key,
         )
+
+    def check_keys(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Return which keys some of them have checks of, each once."""
+        keys = np.array([key for _, _, key, _ in self.terms], np.int64)
+        return np.unique(keys[self.terms_of[first:end]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,10 +124,10 @@ def check_index(books: Books, name_of: Callable[[Segment], str]) -> Iterator[Pro
             yield Problem(where, "an extent is alive whose segment does not have it")
         prefixes = books.prefixes(row)
         keys = [prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)]
-        ids, positions = books.locate(segment.representation, keys)
+        ids, positions = books.locate(segment.index, keys)
         if (ids < 0).any():
             yield Problem(where, "blocks of a living extent are not found")
-        states = books.states(segment.representation, keys[-1:])
+        states = books.states(segment.index, keys[-1:])
         if books.has_state(row) and (states is None or states[0] < 0):
             yield Problem(where, "the boundary state of a living extent is not found")
         mine = ids == books.id_of(row)

@@ -29,6 +29,7 @@ VERSION = 1
 FEATURES: frozenset[str] = frozenset()  # what a reader must know of to use the directory, beyond the version
 POOL = "pool"  # the feature of a directory that many machines share, by the rules of `tier.pool`
 OBJECTS = "objects"  # of a bucket, by the rules of `tier.object`
+KEYED = "keyed"  # of either: some of what stands there has checks made with a key
 MARKER = "headstart.json"
 DEVICES = "devices.json"  # which other directories are one tier with this one; `tier.devices` reads and writes it
 _SEGMENT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})\.seg")
@@ -77,6 +78,14 @@ class Directory:
                 self._disk.make_directory(path)  # refuses a link, which only the root may be
         except OSError as error:
             raise unavailable(self.root, error) from error
+
+    def mark(self, feature: str) -> None:
+        """Have the marker say that whoever uses the directory must know of this as well. Raises OSError."""
+        path = self.root / MARKER
+        marker = self._read_marker(path)
+        if marker is not None and feature not in marker.get("features", []):
+            features = sorted({*marker.get("features", []), feature})
+            self._write_marker((json.dumps(marker | {"features": features}, indent=1) + "\n").encode())
 
     def sync(self) -> None:
         """Return when the folders would survive a power loss, whoever made them. Raises OSError."""
@@ -267,6 +276,8 @@ class Directory:
                 supported=VERSION,
             )
         found = set(marker.get("features", []))
+        if found & {POOL, OBJECTS}:
+            found.discard(KEYED)  # known here; extents say themselves whether it takes a key to read them
         if POOL in self._features ^ found and found <= FEATURES | {POOL}:
             raise FormatMismatch(
                 f"{self.root} is a pool of many machines: give it as --pool, to `headstart cache` too, beside a directory"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from headstart.block.checks import PLAIN, Sealing
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned
 from headstart.errors import ExtentCorrupt, StoreError
@@ -32,15 +33,24 @@ _PART_BYTES = 8 << 20
 class Look:
     """Use as a context manager. Not safe from many threads."""
 
-    def __init__(self, root: Path, *, retention: Retention | None = None, disk: Disk | None = None, pool: bool = False) -> None:
-        """Read what is there. `retention`: what classes promise. `pool`: it is one that many machines share. Raises NotThere,
-        FormatMismatch, TierUnavailable, OSError."""
+    def __init__(
+        self,
+        root: Path,
+        *,
+        retention: Retention | None = None,
+        disk: Disk | None = None,
+        pool: bool = False,
+        sealing: Sealing = PLAIN,
+    ) -> None:
+        """Read what is there. `retention`: what classes promise. `pool`: it is one that many machines share. `sealing`: whose
+        checks are believed. Raises NotThere, FormatMismatch, TierUnavailable, OSError."""
         self.root = root
+        self.sealing = sealing
         self._disk = RealDisk() if disk is None else disk
         self.pool = pool
         self._directory = Directory(self._disk, root, features=frozenset({POOL}) if pool else FEATURES)
         self._directory.require()
-        self._books = Books(retention=retention)
+        self._books = Books(retention=retention, key_ids=sealing.key_ids)
         self._others = follow_all(self._disk, self._directory, self._books)
         self._files = SegmentFiles(self._disk, self._directory, mode="read")
         self._charged = 0

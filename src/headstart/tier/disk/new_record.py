@@ -33,6 +33,7 @@ def record_of(
         b"".join(key[:PREFIX_BYTES] for key in header.keys),
         BOUNDARY_STATE if header.state_bytes else 0,
         tenant=terms.tenant,
+        check_key=header.algorithm.key_id,
     )
 
 

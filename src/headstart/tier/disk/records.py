@@ -26,7 +26,7 @@ SKIPPABLE = 0x80  # a reader that does not know such a type passes over it
 MAX_PAYLOAD_BYTES = 16 << 20
 HEADER_BYTES = 80
 BOUNDARY_STATE = 1  # flag of an extent: its bytes end with a boundary state
-_CLASS, _TENANT = 1, 2  # tags of an extent's fields; 3 (session) is reserved
+_CLASS, _TENANT, _CHECK_KEY = 1, 2, 4  # tags of an extent's fields; 3 (session) is reserved
 _U31, _U62 = 1 << 31, 1 << 62  # what numbers of a record are below, so that sums of them fit into i32 and i64
 # What counts up is below these, far more than anybody counts in a life time: what is higher was never counted.
 SEQUENCES = GENERATIONS = 1 << 30
@@ -106,7 +106,8 @@ class SegmentSealed:
 class ExtentAdded:
     """`parent`: the first 16 bytes of the key before the first block, or of the root. `prefixes`: those of each block's key,
     joined. `last_used`: the use counter, not a time. `fields`: framed fields that this version does not know, kept as they
-    are. `tenant`: who wrote it first, "" where there are none."""
+    are. `tenant`: who wrote it first, "" where there are none. `check_key`: which key its checks were made with, 0: none; it is
+    a hint, what counts stands in its header."""
 
     extent: ExtentName
     extent_bytes: int
@@ -119,6 +120,7 @@ class ExtentAdded:
     flags: int = 0
     fields: bytes = b""
     tenant: str = ""
+    check_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +393,8 @@ def _encode_added(record: ExtentAdded) -> bytes:
 
 def _fields(record: ExtentAdded) -> bytes:
     tenant = frame(_TENANT, record.tenant.encode()) if record.tenant else b""
-    return frame(_CLASS, record.retention.encode()) + tenant + record.fields
+    check_key = frame(_CHECK_KEY, struct.pack("<I", record.check_key)) if record.check_key else b""
+    return frame(_CLASS, record.retention.encode()) + tenant + check_key + record.fields
 
 
 def decode_payload(kind: int, payload: memoryview) -> Record:
@@ -450,7 +453,7 @@ def _decode_added(payload: memoryview) -> ExtentAdded:
     end = ADDED.size + blocks * PREFIX_BYTES
     if end > len(payload):
         raise ValueError("lengths do not add up")
-    retention, tenant, fields = decode_fields(bytes(payload[end:]))
+    retention, tenant, check_key, fields = decode_fields(bytes(payload[end:]))
     return ExtentAdded(
         ExtentName(SegmentName(writer, sequence), offset),
         nbytes,
@@ -463,18 +466,22 @@ def _decode_added(payload: memoryview) -> ExtentAdded:
         flags,
         fields,
         tenant,
+        check_key,
     )
 
 
-def decode_fields(data: bytes) -> tuple[str, str, bytes]:
-    """Return (retention class, tenant, fields that this version does not know) of an extent. Raises ValueError."""
+def decode_fields(data: bytes) -> tuple[str, str, int, bytes]:
+    """Return (retention class, tenant, check key, fields that this version does not know) of an extent. Raises ValueError,
+    struct.error."""
     fields = unframe(data)
     if not fields or fields[0][0] != _CLASS:
         raise ValueError("an extent without a class")
-    retention, tenant = fields.pop(0)[1].decode(), ""
+    retention, tenant, check_key = fields.pop(0)[1].decode(), "", 0
     if fields and fields[0][0] == _TENANT:
         tenant = fields.pop(0)[1].decode()
-    return retention, tenant, b"".join(frame(*field) for field in fields)
+    if fields and fields[0][0] == _CHECK_KEY:
+        (check_key,) = struct.unpack("<I", fields.pop(0)[1])
+    return retention, tenant, check_key, b"".join(frame(*field) for field in fields)
 
 
 def _require_below(limit: int, *numbers: int) -> None:

@@ -47,7 +47,7 @@ def scrub(look: Look, extents: list[ExtentInfo], *, on_bytes: Callable[[int], No
         try:
             image = look.read(info.id, on_bytes=on_bytes)
             if image is not None:
-                require_same(examine(image, representation), info)
+                require_same(examine(image, representation, look.sealing), info)
             yield Examined(info, gone=image is None)
         except ExtentCorrupt as error:
             yield Examined(info, Fault(str(error.facts.get("reason", "corrupt")), error.message))

@@ -30,6 +30,7 @@ from headstart.tier.surveying import Survey
 CONDEMNED = -1  # instead of a count of leases: the extent is being removed and takes none
 _GENERATION_SHIFT = 32
 ROW_MASK = (1 << _GENERATION_SHIFT) - 1
+_HIDDEN = b"hidden"
 T = TypeVar("T")
 
 
@@ -38,7 +39,9 @@ class Segment:
     """`end`: where the next extent begins, as far as journals say. `recorded`: this process's own journal vouches for it.
     `gone`: the file is no more. `dead`: offsets of removed extents. `allocated_bytes`: what the file system charges, or, when
     `stale`, did before another process changed the file. `overhead_bytes`: what of that no hole brings back. `synced_bytes`: up
-    to there it would survive a power loss, and the records of its extents too, as far as this process knows."""
+    to there it would survive a power loss, and the records of its extents too, as far as this process knows.
+    `check_key`: the key that the checks of all its extents were made with, 0: none. `hidden`: it is none that is believed here,
+    so nothing in it is found."""
 
     name: SegmentName
     number: int
@@ -58,7 +61,14 @@ class Segment:
     synced_bytes: int = 0
     live_bytes: int = 0
     blocks: int = 0
+    check_key: int = 0
+    hidden: bool = False
     dead: Offsets = field(default_factory=Offsets)
+
+    @property
+    def index(self) -> bytes:
+        """The name of the index that its blocks stand in: what is hidden has one that nobody asks."""
+        return self.representation + _HIDDEN if self.hidden else self.representation
 
     @property
     def settled(self) -> bool:
@@ -109,8 +119,9 @@ class ExtentTable:
         self.blocks = 0
         self.extents = 0
         self._numbered: dict[int, Segment] = {}
-        self._indexes: dict[bytes, BlockIndex] = {}  # by representation; an extent's number there is its row
-        # By representation, and the key of their last block: the extents that carry a boundary state, first come first.
+        self.any_hidden = False  # of segments, or was
+        self._indexes: dict[bytes, BlockIndex] = {}  # by `Segment.index`; an extent's number there is its row
+        # By `Segment.index`, and the key of their last block: the extents that carry a boundary state, first come first.
         self._states: dict[bytes, dict[bytes, list[int]]] = {}
         self._free = array("I")
         self._used_rows = 0
@@ -146,6 +157,15 @@ class ExtentTable:
             return None
         found = [held.get(key[:PREFIX_BYTES]) for key in keys]
         return np.array([-1 if rows is None else self.id_of(rows[0]) for rows in found], np.int64)
+
+    def hidden(self, representation: bytes, keys: Sequence[bytes]) -> int:
+        """Return how many of these blocks lie here with checks that are not believed."""
+        index = self._indexes.get(representation + _HIDDEN)
+        return 0 if index is None or not keys else int(np.count_nonzero(index.lookup(keys)[0] >= 0))
+
+    def hidden_keys(self) -> set[int]:
+        """Return the keys of checks that are not believed, of what is here."""
+        return {s.check_key for s in self._numbered.values() if s.hidden and s.rows} if self.any_hidden else set()
 
     def row(self, extent: ExtentId) -> int | None:
         """Return the row of a living extent."""
@@ -192,7 +212,7 @@ class ExtentTable:
         return self._numbered[self._segment.item(row)]
 
     def shape(self, row: int) -> Shape:
-        blocks = self._index(self.segment_of(row).representation).count(row)
+        blocks = self._index(self.segment_of(row).index).count(row)
         return Shape(blocks, self._header_bytes.item(row), self._extent_bytes.item(row))
 
     def numbered(self, number: int) -> Segment:
@@ -205,7 +225,7 @@ class ExtentTable:
         return int(self._last_used[row])
 
     def prefixes(self, row: int) -> bytes:
-        return self._index(self._numbered[self._segment[row]].representation).keys(row).tobytes()
+        return self._index(self._numbered[self._segment[row]].index).keys(row).tobytes()
 
     def info(self, row: int, *, now_ms: int = 0) -> ExtentInfo:
         """Return what is known of an extent; a pin whose deadline is over is none."""
@@ -219,7 +239,7 @@ class ExtentTable:
         parents, blob = shape.parents.tobytes(), shape.keys.tobytes()
         end = shape.ends * PREFIX_BYTES
         numbers = self._segment[rows].tolist()
-        where = {number: (self._numbered[number].representation, self._numbered[number].name.file) for number in set(numbers)}
+        where = {number: self._numbered[number] for number in set(numbers)}
         columns = (
             end - shape.blocks * PREFIX_BYTES,
             end,
@@ -253,12 +273,12 @@ class ExtentTable:
             state,
             used_ms,
         ) in enumerate(zip(rows.tolist(), numbers, *(column.tolist() for column in columns), strict=True)):
-            representation, file = where[number]
+            segment = where[number]
             pinned_ms = self._kept.pinned_ms(row)
             found.append(
                 ExtentInfo(
                     id=ExtentId(one),
-                    representation=representation,
+                    representation=segment.representation,
                     keys=tuple([blob[at : at + PREFIX_BYTES] for at in range(first, last, PREFIX_BYTES)]),
                     blocks=(last - first) // PREFIX_BYTES,
                     header_bytes=header_bytes,
@@ -274,7 +294,8 @@ class ExtentTable:
                     pinned_until_ms=pinned_ms if pinned_ms > now_ms else None,
                     leased=leased,
                     used_ms=None if used_ms == FOREVER_MS else used_ms,
-                    where=f"{file}, byte {offset}",
+                    where=f"{segment.name.file}, byte {offset}",
+                    check_key=segment.check_key,
                 )
             )
         return found
@@ -282,18 +303,20 @@ class ExtentTable:
     def columns(self, rows: npt.NDArray[np.int64]) -> ExtentColumns:
         """Return what prefixes are made of, of many extents at once."""
         numbers, member = np.unique(self._segment[rows], return_inverse=True)
-        of_segment = [self._numbered[number].representation for number in numbers.tolist()]
-        names = tuple(dict.fromkeys(of_segment))
-        representation = np.array([names.index(name) for name in of_segment], np.int64)[member]
+        segments = [self._numbered[number] for number in numbers.tolist()]
+        indexes = list(dict.fromkeys(segment.index for segment in segments))
+        index = np.array([indexes.index(segment.index) for segment in segments], np.int64)[member]
         blocks, parts = np.zeros(len(rows), np.int64), []
-        for n, name in enumerate(names):
-            mine = np.flatnonzero(representation == n)
+        for n, name in enumerate(indexes):
+            mine = np.flatnonzero(index == n)
             part, blocks[mine] = self._index(name).keys_of_all(rows[mine])
             parts.append(part)
         keys = np.zeros((int(blocks.sum()), PREFIX_BYTES), np.uint8)
-        owners = np.repeat(representation, blocks)
+        owners = np.repeat(index, blocks)
         for n, part in enumerate(parts):
             keys[owners == n] = part
+        names = tuple(dict.fromkeys(segment.representation for segment in segments))
+        representation = np.array([names.index(segment.representation) for segment in segments], np.int64)[member]
         return ExtentColumns(names, representation, blocks, self._extent_bytes[rows], self._parent[rows], keys)
 
     def living(self) -> npt.NDArray[np.int64]:
@@ -338,7 +361,7 @@ class ExtentTable:
         """Return what rules may ask of some living extents."""
         blocks = np.zeros(len(rows), np.int64)
         numbers, member = np.unique(self._segment[rows], return_inverse=True)
-        of_segment = [self._numbered[number].representation for number in numbers.tolist()]
+        of_segment = [self._numbered[number].index for number in numbers.tolist()]
         for name in dict.fromkeys(of_segment):
             mine = np.array([other == name for other in of_segment], np.bool_)[member]
             blocks[mine] = self._index(name).counts(rows[mine])
@@ -353,7 +376,8 @@ class ExtentTable:
             nbytes=self._extent_bytes[rows],
             blocks=blocks,
         )
-        stays = (self._leases[rows] != 0) | np.isin(rows, self._kept.pinned(now_ms))
+        hidden = np.array([self._numbered[number].hidden for number in numbers.tolist()], np.bool_)[member]
+        stays = (self._leases[rows] != 0) | hidden | np.isin(rows, self._kept.pinned(now_ms))
         return Survey(self._ids(rows), facts, self._last_used[rows], stays)
 
     def parents(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -361,11 +385,11 @@ class ExtentTable:
         rows = ids & ROW_MASK
         found = np.full(len(rows), -1, np.int64)
         numbers, member = np.unique(self._segment[rows], return_inverse=True)
-        representations = [self._numbered[int(number)].representation for number in numbers]
-        for representation in dict.fromkeys(representations):
-            if representation in self._indexes:
-                mine = np.array([other == representation for other in representations], np.bool_)[member]
-                found[mine] = self._indexes[representation].lookup(self._parent[rows[mine]])[0]
+        indexes = [self._numbered[int(number)].index for number in numbers]
+        for name in dict.fromkeys(indexes):
+            if name in self._indexes:
+                mine = np.array([other == name for other in indexes], np.bool_)[member]
+                found[mine] = self._indexes[name].lookup(self._parent[rows[mine]])[0]
         return found
 
     def expired(self, now_ms: int) -> list[ExtentId]:
@@ -466,24 +490,25 @@ class ExtentTable:
             int(self._flags[row]),
             self._fields.get(row, b""),
             self._kept.tenant_of(row),
+            self.segment_of(row).check_key,
         )
 
-    def _note_state(self, representation: bytes, last: bytes, row: int) -> None:
-        self._states.setdefault(representation, {}).setdefault(last, []).append(row)
+    def _note_state(self, index: bytes, last: bytes, row: int) -> None:
+        self._states.setdefault(index, {}).setdefault(last, []).append(row)
 
-    def _forget_state(self, representation: bytes, row: int) -> None:
-        keys = self._index(representation).keys(row)
+    def _forget_state(self, index: bytes, row: int) -> None:
+        keys = self._index(index).keys(row)
         if not len(keys):  # as only a wrong writer's journal says
             return
-        held, last = self._states[representation], keys[-1].tobytes()
+        held, last = self._states[index], keys[-1].tobytes()
         held[last].remove(row)
         if not held[last]:
             del held[last]
 
-    def _index(self, representation: bytes) -> BlockIndex:
-        index = self._indexes.get(representation)
+    def _index(self, name: bytes) -> BlockIndex:
+        index = self._indexes.get(name)
         if index is None:
-            index = self._indexes[representation] = BlockIndex()
+            index = self._indexes[name] = BlockIndex()
         return index
 
     def _take_row(self) -> int:

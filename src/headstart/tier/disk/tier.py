@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal, Self
 
+from headstart.block.checks import PLAIN
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
 from headstart.errors import HeadstartError, StoreError, TierUnavailable
@@ -74,6 +75,7 @@ class DiskTier:
 
     name = "disk"
     trusted = False
+    sealing = PLAIN
     in_memory = False
     refresh_interval_s = REFRESH_INTERVAL_S  # how long what is not found counts as not there
     refresh_wait_s = 0.0  # how long another thread's look at the others' journals is waited for

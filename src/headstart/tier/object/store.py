@@ -33,7 +33,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.segment import SegmentHeader, decode_segment_header, encode_segment_header
 from headstart.tier.object.object_disk import ObjectDisk
 from headstart.tier.object.segments import ObjectSegments
-from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.store import Attempt, Image, PoolStore
 
 _UNSAID_SHARE = 128
 # Objects of a journal: whoever follows lists them all, a thousand a request. The larger it is, the more of them there may be.
@@ -79,7 +79,7 @@ class ObjectStore(PoolStore):
 
     def write_extent(
         self,
-        image: memoryview,
+        image: Image,
         representation: Representation,
         added: ExtentAdded,
         *,
@@ -92,7 +92,7 @@ class ObjectStore(PoolStore):
         with self.lock:
             name = SegmentName(self.writer, self.books.next_sequence)
         header = SegmentHeader(name, 0, self.now_ms(), representation.encode(), representation.digest)
-        end = header.header_bytes + image.nbytes
+        end = header.header_bytes + added.extent_bytes
         if not self.room.may_open(end) and not (self.make_room(end) and self.room.may_open(end)):
             return None
         with self.lock:
@@ -100,7 +100,7 @@ class ObjectStore(PoolStore):
         header = replace(header, capacity_bytes=end)
         path = self.directory.segment_path(name)
         try:
-            self.objects.put_segment(path, [encode_segment_header(header), image])
+            self.objects.put_segment(path, [encode_segment_header(header), *image])
             if attempt.given_up:
                 raise OSError(errno.ETIMEDOUT, "the write took too long")
         except OSError:
@@ -111,21 +111,24 @@ class ObjectStore(PoolStore):
         placed = replace(added, extent=ExtentName(name, header.header_bytes), last_used=last_used)
         self._say(header, placed)
         self.room.opened(end)
-        self.counters.add("bytes_written", image.nbytes)
+        self.counters.add("bytes_written", added.extent_bytes)
         return placed.extent
 
     def adopt(self, path: Path) -> bool:
         """Say of a segment that no journal speaks of what stands in it, read whole and verified; False where that is not what
-        its name says. In turn. Raises OSError."""
+        its name says. What has a key that is not known here is left. In turn. Raises OSError."""
         try:
             data = self.objects.get_segment(path)
             header = decode_segment_header(data)
             representation, image = Representation.decode(header.representation), data[header.header_bytes :]
-            extent = examine(image, representation)
+            extent = examine(image, representation, self.sealing.at_the_door())
             added = record_of(image, extent, representation, Terms(extent.retention), steady_ms=self.steady_ms)
         except FileNotFoundError:
             return False
-        except (ExtentCorrupt, ValueError):
+        except (ExtentCorrupt, ValueError) as error:
+            if isinstance(error, ExtentCorrupt) and error.facts.get("reason") == "key":
+                self.counters.add("adopt_refused_key")
+                return True  # who has its key may take it up
             self.counters.add("adopt_failed")
             return False
         if header.segment.file != path.name or header.digest != representation.digest:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from headstart.block.checks import PLAIN, Sealing
 from headstart.block.extent import decode_header
 from headstart.block.representation import Representation
 from headstart.errors import TierUnavailable
@@ -68,10 +69,12 @@ class ObjectTier(PoolTier):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         retention: Retention | None = None,
+        sealing: Sealing = PLAIN,
         background: bool = True,
     ) -> ObjectTier:
         """Open what a bucket, or a prefix in one, holds, or begin it there. `where`: a URL as `Bucket.open` takes it.
-        `collects`: whether this process is the collector; None: whoever is elected. `background`: as for `PoolTier.open`.
+        `collects`: whether this process is the collector; None: whoever is elected. `sealing`, `background`: as for
+        `PoolTier.open`.
         Raises TierUnavailable, FormatMismatch, ConfigError, MissingExtra."""
         if capacity_bytes < MIN_CAPACITY_BYTES:
             raise ValueError(f"an object store of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
@@ -90,6 +93,7 @@ class ObjectTier(PoolTier):
             counters=counters,
             retention=Retention() if retention is None else retention,
             read_only=read_only,
+            sealing=sealing,
         )
         election: Election
         if collects is None:
@@ -129,7 +133,7 @@ class ObjectTier(PoolTier):
     ) -> list[WriteOutcome]:
         """As `write` for several, those that continue each other as one object. Where one is not stored, none behind it is told
         of."""
-        headers = [decode_header(image, representation) for image in images]
+        headers = [decode_header(image, representation, self.sealing.at_the_door()) for image in images]
         outcomes: list[WriteOutcome | None] = [None] * len(images)
         outcome = WriteOutcome(stored=True, reason="present")
         for group in groups_of(images, headers, terms, most_bytes=self.max_extent_bytes(representation)):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from headstart.tier.pool.store import PoolStore
 
 
+_OPEN_ELSEWHERE = (".nfs", ".fuse_hidden")  # what clients call a file that went while somebody has it open
+
+
 def check_pool(store: PoolStore) -> list[Problem]:
     """Compare segments, extents and index with the directory, changing nothing. Only what is sealed, or this process's own, is
     held against its file: others write meanwhile. Raises OSError."""
@@ -21,7 +24,9 @@ def check_pool(store: PoolStore) -> list[Problem]:
     store.forget_missing(around)
     listing = around.listing
     problems = [
-        Problem(str(path), "not a file of this pool") for path in [*listing.unknown, *listing.in_the_way] if path.name != TERMS
+        Problem(str(path), "not a file of this pool")
+        for path in [*listing.unknown, *listing.in_the_way]
+        if path.name != TERMS and not path.name.startswith(_OPEN_ELSEWHERE)
     ]
     with store.lock:
         segments = [s for s in store.books.segments.values() if s.opened and not s.gone and s.rows and (s.sealed or s.recorded)]

@@ -97,14 +97,14 @@ class PoolReading:
                 return None
             info, (segment, offset, nbytes) = store.books.info(row), store.books.place(row)
             encoded = store.books.representations.get(segment.representation)
-        if encoded is None:
+        if encoded is None or segment.hidden:
             return None
         image = aligned(nbytes)
         store.files.discard(segment)
         try:
             with store.files.held(segment) as handle:
                 store.disk.read(handle, [image], offset)
-            require_same(examine(image, Representation.decode(encoded)), info)
+            require_same(examine(image, Representation.decode(encoded), store.sealing), info)
         except ExtentCorrupt:
             return False
         except StoreError as error:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 
+from headstart.block.checks import PLAIN, Sealing
 from headstart.block.representation import Representation
 from headstart.errors import StoreError
 from headstart.metrics import Counters
@@ -61,6 +62,9 @@ _LOOKS = 8  # at journals that are renewed meanwhile
 log = logging.getLogger(__name__)
 
 
+Image = Sequence[memoryview]  # of an extent, in parts one behind the other
+
+
 class Attempt:
     """A write that somebody waits for. Once `given_up`, nothing is said of it any more: its bytes may be others' by now."""
 
@@ -97,6 +101,7 @@ class PoolStore:
         counters: Counters,
         retention: Retention,
         read_only: bool,
+        sealing: Sealing = PLAIN,
     ) -> None:
         self.disk = disk
         self.directory = directory
@@ -106,14 +111,15 @@ class PoolStore:
         self.counters = counters
         self.retention = retention
         self.read_only = read_only
+        self.sealing = sealing
         self.holes = False
         self.lock = Lock()
-        self.books = Books(retention=retention)
+        self.books = Books(retention=retention, key_ids=sealing.key_ids)
         self.files = self._files_of(disk, directory)
         self.writers = Writers(disk, directory, clock=clock, counters=counters)
         self.room = Room(self)
         self.pauses = Pause(directory.root, clock)
-        self.appending: dict[tuple[bytes, bool], Segment] = {}
+        self.appending: dict[tuple[bytes, int, bool], Segment] = {}  # by representation, check key, and whether it replaces
         self.followed_at = float("-inf")
         self.make_room: Callable[[int], bool] = lambda nbytes: False  # the collector's, where this process is it
         self._time = SteadyClock(clock, wall_clock)
@@ -215,7 +221,7 @@ class PoolStore:
     # What this process changes; each takes a turn.
 
     def add(
-        self, image: memoryview, representation: Representation, added: ExtentAdded, keys: Sequence[bytes], attempt: Attempt
+        self, image: Image, representation: Representation, added: ExtentAdded, keys: Sequence[bytes], attempt: Attempt
     ) -> WriteOutcome:
         """Store an extent whose place is decided here."""
         state = bool(added.flags & BOUNDARY_STATE)
@@ -229,7 +235,7 @@ class PoolStore:
             if self._present(representation, keys, state=state):
                 return WriteOutcome(stored=True, reason="present")
             try:
-                if not self._within_quota(added.tenant, image.nbytes):
+                if not self._within_quota(added.tenant, added.extent_bytes):
                     return self.refused("quota")
                 stored = self.write_extent(image, representation, added, attempt=attempt)
             except (OSError, StoreError) as error:
@@ -240,7 +246,7 @@ class PoolStore:
             return WriteOutcome(stored=True, reason="written")
 
     def add_all(
-        self, some: Sequence[tuple[memoryview, ExtentAdded, Sequence[bytes]]], representation: Representation, attempt: Attempt
+        self, some: Sequence[tuple[Image, ExtentAdded, Sequence[bytes]]], representation: Representation, attempt: Attempt
     ) -> list[WriteOutcome]:
         """As `add` for several extents (image, record, keys), with one flush for all that fit into a segment; where one is not
         stored, none behind it is tried or told of."""
@@ -255,15 +261,15 @@ class PoolStore:
                     if self._present(representation, keys, state=bool(added.flags & BOUNDARY_STATE)):
                         outcomes.append(WriteOutcome(stored=True, reason="present"))
                         continue
-                    if not self._within_quota(added.tenant, sum(one.extent_bytes for one in written) + image.nbytes):
+                    if not self._within_quota(added.tenant, sum(one.extent_bytes for one in written) + added.extent_bytes):
                         outcomes.append(self.refused("quota"))
                         break
-                    segment = self.appending.get((representation.digest, False))
-                    if segment is None or segment.gone or segment.sealed or segment.end + image.nbytes > segment.capacity_bytes:
+                    segment, nbytes = self.appending.get((representation.digest, added.check_key, False)), added.extent_bytes
+                    if segment is None or segment.gone or segment.sealed or segment.end + nbytes > segment.capacity_bytes:
                         self._commit(written, attempt)  # a segment is sealed when all in it is told
                         written, first = [], len(outcomes)
                     self._require_registered()
-                    segment = self._segment_for(image.nbytes, representation, replacing=False)
+                    segment = self._segment_for(added, representation, replacing=False)
                     if segment is None:
                         outcomes.append(self.refused("full"))
                         break
@@ -280,7 +286,7 @@ class PoolStore:
 
     def write_extent(
         self,
-        image: memoryview,
+        image: Image,
         representation: Representation,
         added: ExtentAdded,
         *,
@@ -290,21 +296,23 @@ class PoolStore:
         """Write an extent and its record; None where there is no room. `replacing`: in others' stead, as `added` says. In turn.
         Raises OSError, StoreError, and then it is not stored."""
         self._require_registered()
-        segment = self._segment_for(image.nbytes, representation, replacing=replacing)
+        segment = self._segment_for(added, representation, replacing=replacing)
         if segment is None:
             return None
         name = self._put(image, segment)
         self._commit([replace(added, extent=name, last_used=added.last_used or self.books.next_use())], attempt)
         return name
 
-    def _put(self, image: memoryview, segment: Segment) -> ExtentName:
+    def _put(self, image: Image, segment: Segment) -> ExtentName:
         """Write an image behind what a segment holds, not flushed; `_commit` makes it an extent. In turn. Raises OSError."""
-        offset = segment.end
+        begin = at = segment.end
         with self.lock:
-            segment.end += image.nbytes  # whatever becomes of it: a place is used once
+            segment.end += sum(part.nbytes for part in image)  # whatever becomes of it: a place is used once
         with self._flushed(segment) as handle:
-            self.disk.write(handle, image, offset)
-        return ExtentName(segment.name, offset)
+            for part in image:
+                self.disk.write(handle, part, at)
+                at += part.nbytes
+        return ExtentName(segment.name, begin)
 
     def _commit(self, placed: Sequence[ExtentAdded], attempt: Attempt) -> None:
         """Flush images, then the records that name them. In turn. Raises OSError, StoreError, and then none counts here."""
@@ -538,8 +546,9 @@ class PoolStore:
         self.counters.add("registered_again")
         self.register()
 
-    def _segment_for(self, nbytes: int, representation: Representation, *, replacing: bool) -> Segment | None:
-        name = (representation.digest, replacing)
+    def _segment_for(self, added: ExtentAdded, representation: Representation, *, replacing: bool) -> Segment | None:
+        """Return a segment of extents like this one, with room for it."""
+        name, nbytes = (representation.digest, added.check_key, replacing), added.extent_bytes
         segment = self.appending.get(name)
         if segment is not None and (segment.gone or segment.sealed or segment.end + nbytes > segment.capacity_bytes):
             self.seal([segment])
@@ -552,9 +561,9 @@ class PoolStore:
         ):
             return None
         segment = self.appending.get(name)  # making room may have begun one
-        return segment if segment is not None else self._open_segment(representation, capacity, replacing=replacing)
+        return segment if segment is not None else self._open_segment(representation, capacity, name)
 
-    def _open_segment(self, representation: Representation, capacity_bytes: int, *, replacing: bool) -> Segment:
+    def _open_segment(self, representation: Representation, capacity_bytes: int, appending: tuple[bytes, int, bool]) -> Segment:
         with self.lock:
             name = SegmentName(self.writer, self.books.next_sequence)
             self.books.next_sequence += 1  # also when what follows fails: a name is used once
@@ -579,7 +588,7 @@ class PoolStore:
         with self.lock:
             self.books.apply(records, own=True)
         self.room.opened(capacity_bytes)
-        self.appending[representation.digest, replacing] = segment
+        self.appending[appending] = segment
         return segment
 
     @contextmanager

@@ -11,14 +11,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
 import numpy as np
 
-from headstart.block.extent import decode_header
+from headstart.block.checks import PLAIN, Sealing
+from headstart.block.extent import ExtentHeader, decode_header
 from headstart.block.representation import Representation
+from headstart.block.whole import resealed
 from headstart.errors import StoreError, TierUnavailable
 from headstart.metrics import Counters
 from headstart.policy.retention import Retention
@@ -36,10 +39,11 @@ from headstart.tier.base import (
     TierStatistics,
     WriteOutcome,
 )
-from headstart.tier.disk.directory import POOL, Directory, unavailable
+from headstart.tier.disk.directory import KEYED, POOL, Directory, unavailable
 from headstart.tier.disk.door import Disk, RealDisk
 from headstart.tier.disk.new_record import UNPLACED, record_of, require_short
 from headstart.tier.disk.pause import ONLY_READABLE
+from headstart.tier.disk.records import ExtentAdded
 from headstart.tier.disk.removal import QUARANTINE
 from headstart.tier.disk.segment import SegmentHeader
 from headstart.tier.disk.tier import DAY_MS, ELSEWHERE, MIN_CAPACITY_BYTES, gone_of
@@ -49,7 +53,7 @@ from headstart.tier.pool.collecting import Collector
 from headstart.tier.pool.reading import PoolReading
 from headstart.tier.pool.room import pool_segment_capacity
 from headstart.tier.pool.shared_disk import SharedDisk
-from headstart.tier.pool.store import Attempt, PoolStore
+from headstart.tier.pool.store import Attempt, Image, PoolStore
 from headstart.tier.pool.terms import Election
 from headstart.tier.pool.terms import Terms as CollectorTerms
 from headstart.tier.pool.timing import Timing
@@ -76,6 +80,7 @@ class PoolTier:
 
     def __init__(self, store: PoolStore, terms: Election, collector: Collector) -> None:
         self.path = store.directory.root
+        self.sealing = store.sealing
         self._store = store
         self._terms = terms
         self._collector = collector
@@ -86,7 +91,7 @@ class PoolTier:
         self._background: list[Thread] = []
         self._looked = False  # the last look at the others' journals succeeded
         self._collect_due = store.clock()
-        self._said_silent = False
+        self._said_silent = self._said_hidden = False
         self._closed = False
 
     @classmethod
@@ -101,11 +106,13 @@ class PoolTier:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         retention: Retention | None = None,
+        sealing: Sealing = PLAIN,
         background: bool = True,
     ) -> PoolTier:
         """Open a pool, or begin one in a directory that is there. `background`: follow the others, and collect where that is
-        this process's turn, in a thread; without it whoever owns the tier calls `step`. Raises TierUnavailable,
-        FormatMismatch; where the mount does not answer, after `timing.answer_s`."""
+        this process's turn, in a thread; without it whoever owns the tier calls `step`. `sealing`: whose checks are
+        believed, and which are made. Raises TierUnavailable, FormatMismatch; where the mount does not answer, after
+        `timing.answer_s`."""
         if capacity_bytes < MIN_CAPACITY_BYTES:
             raise ValueError(f"a pool of {capacity_bytes} bytes holds nothing; give at least {MIN_CAPACITY_BYTES}")
         timing = Timing() if timing is None else timing
@@ -121,6 +128,7 @@ class PoolTier:
             counters=Counters(),
             retention=Retention() if retention is None else retention,
             read_only=read_only,
+            sealing=sealing,
         )
         terms = CollectorTerms(shared, directory, silent_s=store.writers.silent_s, term_s=timing.term_s, clock=clock)
         tier = cls(store, terms, Collector(store, terms))
@@ -156,6 +164,8 @@ class PoolTier:
         if not store.read_only:
             try:
                 store.directory.prepare()
+                if store.sealing.has_key:
+                    store.directory.mark(KEYED)
                 self._terms.prepare()
                 store.register()
             except (OSError, TierUnavailable) as error:
@@ -169,6 +179,7 @@ class PoolTier:
             store.files.only_read()
             store.pauses.begin_for_good("it may only be read")
         store.load()
+        self._say_hidden()
         if not store.read_only:
             store.make_room = self._collector.make_room
             self._collect(wait=True)
@@ -190,7 +201,12 @@ class PoolTier:
             return Placement(np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int32))
         with store.lock:
             extents, positions = store.books.locate(representation, keys)
-            return Placement(extents, positions, store.books.states(representation, keys))
+            states, refused = store.books.states(representation, keys), 0
+            if store.books.any_hidden:
+                refused = store.books.hidden(representation, [keys[i] for i in np.flatnonzero(extents < 0).tolist()])
+        if refused:
+            self._counters.add("locate_refused_key", refused)
+        return Placement(extents, positions, states)
 
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         self._require_open()
@@ -222,17 +238,18 @@ class PoolTier:
         self._require_open()
         require_short(terms.retention)
         store = self._store
-        header = decode_header(image, representation)
+        header = decode_header(image, representation, store.sealing.at_the_door())
         if image.nbytes > self.max_extent_bytes(representation):
             self._counters.add("write_failed_too-large")
             return WriteOutcome(stored=False, reason="too-large")
         added = record_of(image, header, representation, terms, steady_ms=store.steady_ms)
         if self._changes.stuck:
             return store.refused("stopped")
+        parts, added = self._sealed(image, header, representation, added)
         attempt = Attempt()
         try:
             outcome = self._ask(
-                lambda: store.add(image, representation, added, header.keys, attempt),
+                lambda: store.add(parts, representation, added, header.keys, attempt),
                 patience_s=store.timing.answer_s + image.nbytes / self._slowest_bytes_s,
                 late="write_timed_out",
             )
@@ -252,16 +269,16 @@ class PoolTier:
         """As `write` for several, with one flush for all. Where one is not stored, none behind it is tried or told of."""
         self._require_open()
         store = self._store
-        headers = [decode_header(image, representation) for image in images]
+        headers = [decode_header(image, representation, store.sealing.at_the_door()) for image in images]
         largest = self.max_extent_bytes(representation)
         if any(image.nbytes > largest for image in images):
             return [self.write(image, representation, terms=its) for image, its in zip(images, terms, strict=True)]
-        some = [
-            (image, record_of(image, header, representation, its, steady_ms=store.steady_ms), header.keys)
-            for image, header, its in zip(images, headers, terms, strict=True)
-        ]
         if self._changes.stuck:
             return [store.refused("stopped")]
+        some = []
+        for image, header, its in zip(images, headers, terms, strict=True):
+            added = record_of(image, header, representation, its, steady_ms=store.steady_ms)
+            some.append((*self._sealed(image, header, representation, added), header.keys))
         attempt = Attempt()
         try:
             outcomes = self._ask(
@@ -279,6 +296,16 @@ class PoolTier:
             if outcome.stored:
                 self.keep(self.locate(representation.digest, header.keys).ids(), its)
         return outcomes
+
+    def _sealed(
+        self, image: memoryview, header: ExtentHeader, representation: Representation, added: ExtentAdded
+    ) -> tuple[Image, ExtentAdded]:
+        """Return an image, in parts, and its record with the checks that are made here. Raises ExtentCorrupt."""
+        algorithm = self.sealing.writes
+        if header.algorithm == algorithm:
+            return [image], added
+        front = resealed(image, header, representation, algorithm)
+        return [front, image[front.nbytes :]], replace(added, check_key=algorithm.key_id)
 
     def touch(self, extents: Sequence[ExtentId]) -> None:
         self._require_open()
@@ -393,6 +420,7 @@ class PoolTier:
         try:
             store.follow()
             self._looked = True
+            self._say_hidden()
         except (OSError, StoreError) as error:
             self._looked = False
             self._counters.add("look_failed")
@@ -414,6 +442,23 @@ class PoolTier:
         except (OSError, StoreError) as error:
             self._counters.add("collect_failed")
             log.debug("%s %s: %s", self._called, self.path, error)
+
+    def _say_hidden(self) -> None:
+        """Tell, once, that there is what this process does not believe, and what to do."""
+        if self._said_hidden:
+            return
+        with self._store.lock:
+            keys = self._store.books.hidden_keys()
+        if not keys:
+            return
+        self._said_hidden = True
+        if not self.sealing.has_key:
+            what = "is keyed, so what others write there is not read; give the file with its key as cache.check_key_file"
+        elif keys == {0}:
+            what = "holds what was written without its key; none of it is read, and it goes as other things do"
+        else:
+            what = "holds what was written with a key that is not in cache.check_key_file; none of it is read"
+        log.warning("%s %s %s", self._called, self.path, what)
 
     @property
     def collects(self) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headstart.block.checks import CHECK_BYTES, Buffer, flat, piece_check
+from headstart.block.checks import CHECK_BYTES, XXH3, Buffer, flat, piece_check
 from headstart.transfer.wire.remote import Remote
 
 VERSION = 1
@@ -108,7 +108,7 @@ class Sealing:
         """Return the check of pieces of `layer` that end with the block of `key`."""
         if not self._keyed:
             bound = self._session + self._representation
-            return piece_check(algorithm="xxh3-128", representation=bound, key=key, layer=layer, buffers=buffers)
+            return piece_check(algorithm=XXH3, representation=bound, key=key, layer=layer, buffers=buffers)
         hashed = hashlib.blake2b(digest_size=CHECK_BYTES, key=self._session)
         hashed.update(self._representation + key + layer.to_bytes(4, "little"))
         for buffer in buffers:
