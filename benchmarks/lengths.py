@@ -10,7 +10,7 @@ What is compared with what, for each length; every length has a text of its own,
     memory hit   the same request once more: the prefix is in the memory tier now
     floor        the question alone, over KV that lies in the request's memory already: what no cache can beat
 
-Rounds are interleaved and their lengths in random order; stock and cold take part in the first ones only, they take longest.
+Rounds are interleaved and their lengths in random order; stock and cold take part in the first one only, they take longest.
 From submit to the first token, within the process: what HTTP adds is in `benchmarks/hit.py`.
 
 Beside them a session: turns of a tiny random model until its context is full, each behind all before it, and the first token of
@@ -63,7 +63,7 @@ def run(
     model: str = "smollm2-135m",
     lengths: Sequence[int] = LENGTHS,
     rounds: int = 5,
-    slow_rounds: int = 2,
+    slow_rounds: int = 1,
     session_tokens: int = 32_000,
     session_rounds: int = 3,
 ) -> dict[str, Any]:

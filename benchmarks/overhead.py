@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from headstart.engine.base import Engine
 
 
-BATCHES = {1: 20, 8: 6}  # requests at once, and pairs of such
+BATCHES = {1: 12, 8: 5}  # requests at once, and pairs of such
 
 
 def run(
-    *, smoke: bool = False, batches: Mapping[int, int] = BATCHES, prompt_tokens: int = 512, output_tokens: int = 32
+    *, smoke: bool = False, batches: Mapping[int, int] = BATCHES, prompt_tokens: int = 512, output_tokens: int = 16
 ) -> dict[str, Any]:
     """Return the three ratios (on over off) and the medians they come from, by how many requests were asked at once."""
     if smoke:

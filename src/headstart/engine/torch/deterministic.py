@@ -71,7 +71,8 @@ def make_deterministic(model: Model) -> str:
         raise ConfigError(f"engine.deterministic {why}", key="engine.deterministic")
     depends = _circumstances(model)
     digest = sha256(depends.encode()).hexdigest()[:16]
-    model.shape = replace(model.shape, piece_tokens=CHUNK_TOKENS, manner=f"deterministic/1 {digest}")
+    manners = filter(None, (model.shape.manner, f"deterministic/1 {digest}"))
+    model.shape = replace(model.shape, piece_tokens=CHUNK_TOKENS, manner=", ".join(manners))
     return depends
 
 

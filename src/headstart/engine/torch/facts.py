@@ -29,18 +29,23 @@ class ModelFacts:
     def of(cls, module: Any) -> Self:
         text = module.config.get_text_config(decoder=True)
         weights = next(module.parameters())
-        contexts = (getattr(text, name, None) for name in _CONTEXTS)
-        context = next((one for one in contexts if isinstance(one, int) and one > 0), _UNBOUNDED)
-        rope = getattr(text, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "dynamic":  # it is there to go beyond what the model was trained for
-            context = int(context * rope.get("factor", 1))
         return cls(
-            context_tokens=context,
+            context_tokens=context_of(text),
             vocabulary=text.vocab_size,
             layers=getattr(text, "num_hidden_layers", 0),
             device=weights.device,
             dtype=weights.dtype,
         )
+
+
+def context_of(text: Any) -> int:
+    """Return up to how many tokens a text may have, as a model's configuration says."""
+    contexts = (getattr(text, name, None) for name in _CONTEXTS)
+    context = next((one for one in contexts if isinstance(one, int) and one > 0), _UNBOUNDED)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic":  # it is there to go beyond what the model was trained for
+        context = int(context * rope.get("factor", 1))
+    return context
 
 
 def signature(module: torch.nn.Module) -> inspect.Signature:

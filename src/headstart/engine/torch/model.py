@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.engine.torch import attention, kinds, mla, packing, recurrent
+from headstart.engine.torch import attention, kinds, mla, packing, recurrent, rope
 from headstart.engine.torch.attention import Segment, Step
-from headstart.engine.torch.facts import CANNOT_RUN, PROBE_CHUNKS, ModelFacts, first_line, probe_tokens, signature
+from headstart.engine.torch.facts import CANNOT_RUN, PROBE_CHUNKS, ModelFacts, context_of, first_line, probe_tokens, signature
 from headstart.engine.torch.hardware import choose_device, choose_dtype
 from headstart.engine.torch.kv_memory import KVShape, LayerKV, LayerViews, ScratchKV
 from headstart.engine.torch.lora import Adapters
@@ -42,8 +43,6 @@ _LAYER_TYPES = frozenset(
         "mlp",
     }
 )
-# Frequencies that depend on the longest sequence of the batch: KV would depend on a request's neighbours.
-_MOVING_ROPE = frozenset({"dynamic", "longrope"})
 _NOTHING = LayerKV(0, 2, 1)  # what stands for tokens of which no layer keeps anything, so that there are blocks to find
 
 
@@ -163,8 +162,11 @@ class TorchModel:
 Model = TorchModel | StockModel
 
 
-def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[str, float], None]) -> Model:
-    """Return the model in `folder`, probed. Raises ModelError for what cannot be read or run."""
+def load_model(
+    folder: Path, *, device: str, dtype: str, on_progress: Callable[[str, float], None], context: int | None = None
+) -> Model:
+    """Return the model in `folder`, probed. `context`: no text will be longer; None: as long as the model takes. Raises
+    ModelError for what cannot be read or run."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -181,13 +183,15 @@ def load_model(folder: Path, *, device: str, dtype: str, on_progress: Callable[[
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(f"{folder}/config.json cannot be read: {first_line(error)}", folder=folder) from error
     _refuse_unserved(config, folder)
-    moving = _moving_rope(config)
+    longest = context_of(config.get_text_config(decoder=True))
+    longest = min(longest, context or longest)
+    moving = rope.moves(config, longest)
     why = moving or _hides(config)
     if why is None:
         module = _weights(folder, place, number, on_progress)
         on_progress("checking the model", 0.0)
         try:
-            model: Model = _probed(module, folder.name)
+            model: Model = _probed(module, folder.name, context_tokens=longest)
         except ModelError as error:
             why = first_line(error)
             del module  # what was tried on it is gone with it
@@ -227,13 +231,17 @@ def _weights(folder: Path, place: torch.device, dtype: torch.dtype, on_progress:
     return module.eval().to(place).requires_grad_(False)
 
 
-def _probed(module: Any, name: str) -> TorchModel:
+def _probed(module: Any, name: str, *, context_tokens: int) -> TorchModel:
     """Return the model if it gives its own logits through our attention, else raise ModelError."""
     try:
+        held = rope.hold_still(module, context_tokens)
         model = TorchModel(module, name=name)
     except CANNOT_RUN as error:
         raise _not_run(error) from error
     probe(model)
+    if held:
+        model.shape = replace(model.shape, manner=held)
+        _log.info("%s takes %s, by the longest text that engine.context allows", name, held)
     return model
 
 
@@ -341,12 +349,6 @@ def _refuse_unserved(config: Any, folder: Path) -> None:
         raise ModelError(
             f"{folder.name} is {why}; use a decoder, for example one of the Llama, Qwen, Mistral or Gemma kinds", folder=folder
         )
-
-
-def _moving_rope(config: Any) -> str | None:
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    ropes = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)} & _MOVING_ROPE
-    return f"its {' and '.join(sorted(ropes))} RoPE makes KV depend on the length of the whole text" if ropes else None
 
 
 def _hides(config: Any) -> str | None:

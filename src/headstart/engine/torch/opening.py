@@ -104,7 +104,13 @@ def _load_identified(
     if config.cache.enabled:
         on_progress("reading the weights' identity", None)
         identity = identity_of(folder, digests=config.models_directory.expanduser() / "digests.json")
-    model = load_model(folder, device=config.engine.device, dtype=config.engine.dtype, on_progress=on_progress)
+    model = load_model(
+        folder,
+        device=config.engine.device,
+        dtype=config.engine.dtype,
+        on_progress=on_progress,
+        context=config.engine.context,
+    )
     if _facts(folder) != before:
         raise ModelError(f"{folder} changed while it was loaded; start again when it is complete", path=folder)
     return identity, model
