@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from asyncio import CancelledError
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from threading import Barrier, Event, current_thread
+from threading import Barrier, Event, current_thread, get_native_id
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,20 @@ def test_two_threads_that_save_one_prompt_store_it_once() -> None:
         assert sum(result.written_bytes for result in results) == 2 * kv.image().nbytes
         assert [extents(tier) for tier in tiers] == [1, 1]
         assert all(leased_bytes(tier) == 0 for tier in tiers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own elsewhere")
+def test_saving_leaves_the_cores_to_who_computes() -> None:
+    found = []
+
+    class AskingKV(WatchedKV):
+        def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> list[memoryview]:
+            found.append(os.getpriority(os.PRIO_PROCESS, get_native_id()))
+            return super().buffers(layer, first, sizes)
+
+    with cache_of(MemoryTier(8 << 20)) as cache:
+        assert cache.save(prompt(128).tokens, AskingKV(prompt(128))).wait(TIMEOUT_S).stored_tokens == 128
+    assert set(found) == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)}
 
 
 def test_a_full_queue_drops_the_save_and_says_so_at_once() -> None:

@@ -11,13 +11,16 @@ What else is written for the cache's sake is written here as well: that extents 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition, Thread
+from threading import Condition, Thread, get_native_id
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +44,7 @@ _IDLE_S = 1.0  # with nothing to do for so long, the tiers' upkeep gets a turn
 _TENDING_SHARE = 0.25  # of the time that nothing else is done
 _SAVING_SHARE = 0.75  # of the time for closing; the rest is for the extent under way, for reads and for the tiers
 _STORED = ("written", "present")
+_NICENESS = 10  # steps: a tenth of the weight of who computes
 _log = logging.getLogger(__name__)
 
 
@@ -164,6 +168,7 @@ class Saver:
         ticket.finish(SaveResult(stored_tokens=0, written_bytes=0, reason=reason))
 
     def _work(self) -> None:
+        _yield_to_computing()  # and so do those that it starts
         pause_s = _IDLE_S
         while True:
             with self._condition:
@@ -423,6 +428,15 @@ def _extents_of(pieces: Pieces, states: Iterable[int]) -> list[ExtentId]:
     """Return every extent that holds a piece or the state behind one of `states` pieces, once, in the order of the prompt."""
     behind = [state for state in map(pieces.state_behind, states) if state is not None]
     return list(dict.fromkeys([*pieces.extents_in_order(), *behind]))
+
+
+def _yield_to_computing() -> None:
+    """Let the calling thread run rather where a core is idle than in the place of a thread that computes; nothing where threads
+    have no niceness of their own. Each operation of a pass goes on when the last core is through with its part of it: what is
+    taken from one core is taken from all."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _in_thread(work: Callable[[], list[str]]) -> Future[list[str]]:
