@@ -136,7 +136,7 @@ def test_a_machine_over_a_liar_fails(canary: type[TierMachine | CacheMachine]) -
     )
     with pytest.raises((AssertionError, ExceptionGroup)) as caught:
         run_state_machine_as_test(canary, settings=unshrunk)
-    # Threads read in any order, so that the same history may be lied to elsewhere: hypothesis then tells of it as flaky, in a group.
+    # Threads read in any order, so the same history may be lied to elsewhere: hypothesis then calls it flaky, in a group.
     said = "\n".join(map(str, _leaves(caught.value)))
     assert "other bytes than were written" in said or "wrong bytes were called usable" in said
 
