@@ -116,8 +116,10 @@ def test_a_worker_that_takes_kv_over_nixl_is_killed_in_the_middle(fleet: Fleet) 
     _eventually(lambda: fleet.prefill.metric("vllm:num_requests_running") == 0)
     fleet.over_nixl.start()
     prompt = _prompt(301)
+    before = fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total")
     there, here = _ask(fleet.over_nixl, prompt, fleet.addresses[1]), _ask(fleet.alone, prompt)
     assert there["choices"][0]["text"] == here["choices"][0]["text"]
+    assert fleet.prefill.metric("headstart_engine_handoff_nixl_bytes_total") == before + 640 * 46_080
     assert fleet.over_nixl.metric("headstart_engine_handoff_lost_total") == 0
 
 

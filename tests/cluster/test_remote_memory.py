@@ -61,6 +61,10 @@ def memory() -> Iterator[RemoteMemory]:
     mine.close()
 
 
+def _nothing() -> None:
+    """Nobody to tell."""
+
+
 def _seen(child: subprocess.Popen[str]) -> str:
     assert child.stdin is not None
     assert child.stdout is not None
@@ -73,32 +77,29 @@ def test_what_is_put_lies_in_the_other_process(memory: RemoteMemory, lender: tup
     child, there = lender
     reached = memory.reach(there)
     assert reached is not None
-    assert reached.put(np.full(1000, 3, np.uint8), 0, timeout_s=30)
+    assert reached.put(np.full(1000, 3, np.uint8), 0, timeout_s=30, waiting=_nothing)
     assert _seen(child) == "3000 0"
-    assert reached.put(np.full(NBYTES, 7, np.uint8), 0, timeout_s=30)
+    assert reached.put(np.full(NBYTES, 7, np.uint8), 0, timeout_s=30, waiting=_nothing)
     assert _seen(child) == "7000 7"
-    assert reached.put(np.full(1, 9, np.uint8), NBYTES - 1, timeout_s=30)
-    assert not reached.put(np.full(2, 9, np.uint8), NBYTES - 1, timeout_s=30)  # beyond its end
+    assert reached.put(np.full(1, 9, np.uint8), NBYTES - 1, timeout_s=30, waiting=_nothing)
+    assert not reached.put(np.full(2, 9, np.uint8), NBYTES - 1, timeout_s=30, waiting=_nothing)  # beyond its end
     assert _seen(child) == "7000 9"
     reached.close()
     again = memory.reach(there)  # its agent is known by now
     assert again is not None
-    assert again.put(np.full(1000, 1, np.uint8), 0, timeout_s=30)
+    assert again.put(np.full(1000, 1, np.uint8), 0, timeout_s=30, waiting=_nothing)
     assert _seen(child) == "1000 9"
     again.close()
 
 
-def test_who_is_killed_or_stands_still_is_given_up_in_time(
-    memory: RemoteMemory, lender: tuple[subprocess.Popen[str], Remote], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # as between machines
+def test_who_is_killed_is_given_up_in_time(memory: RemoteMemory, lender: tuple[subprocess.Popen[str], Remote]) -> None:
     child, there = lender
     reached = memory.reach(there)
     assert reached is not None
-    assert reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=30)
+    assert reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=30, waiting=_nothing)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert not reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=1)
+    assert not reached.put(np.ones(NBYTES, np.uint8), 0, timeout_s=1, waiting=_nothing)
     reached.close()
     reached.close()
 
@@ -114,15 +115,19 @@ from headstart.transfer.wire.remote import Remote, RemoteMemory
 child = subprocess.Popen([sys.executable, "-c", {_LENDER!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 there = msgspec.json.decode(next(line for line in child.stdout if line.startswith("{{")), type=Remote)
 memory = RemoteMemory(region_bytes={NBYTES})
+_nothing = lambda: None
 reached = memory.reach(there)
-assert reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=30)
+assert reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=30, waiting=_nothing)
 reached.close()
 child.send_signal(signal.SIGSTOP)
 put = 0
+told = []
+tell = lambda: told.append(1)
 while (reached := memory.reach(there)) is not None:
     assert put < 8, "never given up"
-    assert not reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=-3)  # less the time that so many bytes are given
-    assert not reached.put(np.ones(1, np.uint8), 0, timeout_s=30)
+    assert not reached.put(np.ones({NBYTES}, np.uint8), 0, timeout_s=-3, waiting=tell)  # less the time for so many bytes
+    assert told, "nobody was told that it waits"
+    assert not reached.put(np.ones(1, np.uint8), 0, timeout_s=30, waiting=_nothing)
     reached.close()
     put += 1
 child.kill()
@@ -140,6 +145,7 @@ def test_an_agent_that_is_none_is_not_reached(memory: RemoteMemory) -> None:
     assert memory.reach(Remote(b"nothing that NIXL wrote", 4096, NBYTES)) is None
     assert memory.reach(Remote(bytes(1 << 20), 4096, NBYTES)) is None
     lent = memory.lend()
+    assert lent is not None
     assert memory.reach(Remote(lent.remote.agent, lent.remote.address, 0)) is None
     lent.close()
     lent.close()
@@ -155,3 +161,18 @@ def test_a_nixl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(remote_module, "_PACKAGES", ("json",))
     with pytest.raises(ConfigError, match="NIXL does not start"):
         RemoteMemory(region_bytes=NBYTES)
+
+
+def test_who_fails_while_it_lends_sends_from_then_on(memory: RemoteMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def get_new_notifs(self) -> None:
+            raise RuntimeError("the network went away")
+
+    lent = memory.lend()
+    assert lent is not None
+    monkeypatch.setattr(memory, "_agent", Broken())
+    memory._thread.join(30)
+    assert not memory._thread.is_alive()
+    assert memory.lend() is None
+    assert memory.reach(lent.remote) is None
+    lent.close()

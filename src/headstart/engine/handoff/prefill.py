@@ -259,7 +259,8 @@ class _Sending:
         at = self._place(data.nbytes)
         check = self._sealing.check([data], key=key, layer=part.layer)
         if at is not None and self._window is not None:
-            if not self._window.put(data, at, timeout_s=self._timeout_s):
+            # For half as long as the other side waits for anything: what is left is for sending.
+            if not self._window.put(data, at, timeout_s=self._timeout_s / 2, waiting=self._beat):
                 at, self._window = None, None  # sent, as all that comes; what was put there before is still given back
                 self._counters.add("handoff_nixl_lost")
             elif isinstance(self._window, Reached):
@@ -269,6 +270,9 @@ class _Sending:
         self._counters.add("handoff_sent_bytes", data.nbytes)
         if not self._first_told:
             self._counters.add("handoff_sent_early_bytes", data.nbytes)  # while the prompt was still being computed
+
+    def _beat(self) -> None:
+        self._session.send(Beat())
 
     def _place(self, nbytes: int) -> int | None:
         """Return where bytes go in the other side's memory, once there is room; None where they are sent."""

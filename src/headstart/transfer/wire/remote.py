@@ -19,13 +19,14 @@ import mmap
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Condition, Thread
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headstart.errors import ConfigError, MissingExtra
+from headstart.errors import ConfigError, MissingExtra, WireError
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _LEAST_RATE = 1 << 20  # bytes a second: slower is stalled, as in `session`
 _MOST_REMOTES = 64  # agents of others that are kept while nobody uses them: reaching one anew takes some milliseconds
 _MOST_STUCK = 4  # writes that never ended, each of which holds its memory; then nothing more is written this way
 _MOST_AGENT_BYTES = 16 << 10
+_TELL_S = 0.25  # so often it is told that a write is still waited for
 
 
 class Remote(msgspec.Struct, frozen=True):
@@ -72,31 +74,46 @@ class RemoteMemory:
             self._agent = library.nixl_agent(f"headstart-{uuid.uuid4().hex}", settings)
             if "UCX" not in self._agent.backends:
                 raise RuntimeError("it has no UCX")
+            # Where memory cannot be registered (a small RLIMIT_MEMLOCK, say) it is seen now, not by the first prompt.
+            self._free = [_Region(self._agent, region_bytes)]
         except Exception as error:  # NIXL's errors have no base of their own
             raise ConfigError(
                 f"NIXL does not start ({error}); leave --handoff-nixl out, or mend its installation", key="handoff.nixl"
             ) from error
         self._condition = Condition()
-        self._free: list[_Region] = []
         self._lent = 0
+        self._failed = False
         self._stuck: list[tuple[Any, _Region]] = []  # writes that never ended, and what they read
         self._closed = False
         self._remotes: OrderedDict[str, int] = OrderedDict()  # name of an agent -> how many use it now
         self._thread = Thread(target=self._progress, name="handoff-nixl", daemon=True)
         self._thread.start()
 
-    def lend(self) -> Lent:
-        """Return memory that another worker may write into."""
-        region = self._take()
+    def lend(self) -> Lent | None:
+        """Return memory that another worker may write into; None where there is none, and bytes must be sent."""
+        if self._failed:
+            return None
+        try:
+            region = self._take()
+            agent = self._agent.get_partial_agent_metadata(region.registration, inc_conn_info=True, backends=["UCX"])
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+            return None
         with self._condition:
             self._lent += 1
             self._condition.notify()
-        agent = self._agent.get_partial_agent_metadata(region.registration, inc_conn_info=True, backends=["UCX"])
         return Lent(self, region, Remote(agent, region.address, self._region_bytes))
 
     def reach(self, remote: Remote) -> Reached | None:
         """Return a way to write into what another worker lent; None where there is none, and bytes must be sent."""
         if len(remote.agent) > _MOST_AGENT_BYTES or not 0 < remote.nbytes <= 1 << 40 or len(self._stuck) >= _MOST_STUCK:
+            return None
+        if self._failed:
+            return None
+        try:
+            source = self._take()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
             return None
         try:
             with self._condition:
@@ -107,8 +124,9 @@ class RemoteMemory:
                 self._forget_idle()
         except Exception as error:  # noqa: BLE001 - as above: whatever is wrong with another's agent, bytes can be sent
             _log.warning("another worker's memory cannot be reached through NIXL (%s); its KV is sent instead", error)
+            self._give_back(source, lent=False)
             return None
-        return Reached(self, name, remote, self._take())
+        return Reached(self, name, remote, source)
 
     def close(self) -> None:
         """Stop. Memory that is in use stays until the process ends. Twice is fine."""
@@ -124,8 +142,17 @@ class RemoteMemory:
                 self._condition.wait_for(lambda: self._lent or self._closed)
                 if self._closed:
                     return
-            self._agent.get_new_notifs()
+            try:
+                self._agent.get_new_notifs()
+            except Exception as error:  # noqa: BLE001 - the thread's outer edge
+                self._give_up(error)
+                return
             time.sleep(_POLL_S)
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.error("NIXL fails (%s: %s); KV goes over the connection from now on", type(error).__name__, error)
 
     def _take(self) -> _Region:
         with self._condition:
@@ -136,33 +163,46 @@ class RemoteMemory:
     def _give_back(self, region: _Region, *, lent: bool) -> None:
         with self._condition:
             self._lent -= lent
-            self._free.append(region)
+            self._free.insert(0, region)  # the one that was used longest ago is next: a late write meets nobody so soon
 
     def _forget_idle(self) -> None:
         for name in [name for name, users in self._remotes.items() if not users][: max(0, len(self._remotes) - _MOST_REMOTES)]:
             del self._remotes[name]
             self._agent.remove_remote_agent(name)
 
-    def _write(self, name: str, source: _Region, address: int, nbytes: int, deadline: float) -> str:
+    def _write(
+        self, name: str, source: _Region, address: int, nbytes: int, *, deadline: float, waiting: Callable[[], None]
+    ) -> str:
         """Write the first bytes of `source`, and return "DONE", or why not; "stuck" where `source` may still be read, and is
         kept for that."""
         agent = self._agent
+        told_s = time.monotonic()
         try:
             local = agent.get_xfer_descs([(source.address, nbytes, 0)], "DRAM")
             there = agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
             handle = agent.initialize_xfer("WRITE", local, there, name)
             state: str = agent.transfer(handle)
-            while state == "PROC":
-                if time.monotonic() > deadline:
+            try:
+                while state == "PROC":
+                    now_s = time.monotonic()
+                    if now_s > deadline:
+                        break
+                    if now_s - told_s > _TELL_S:
+                        told_s = now_s
+                        waiting()
+                    time.sleep(_POLL_S)
+                    state = agent.check_xfer_state(handle)
+            finally:
+                if state == "PROC":
                     with self._condition:
                         self._stuck.append((handle, source))
-                    return "stuck"
-                time.sleep(_POLL_S)
-                state = agent.check_xfer_state(handle)
-            agent.release_xfer_handle(handle)
+                else:
+                    agent.release_xfer_handle(handle)
+        except WireError:
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             return f"{type(error).__name__} {error}"
-        return state
+        return "stuck" if state == "PROC" else state
 
 
 class Lent:
@@ -191,20 +231,22 @@ class Reached:
         self._source: _Region | None = source
         self.nbytes = min(remote.nbytes, source.view.nbytes)
 
-    def put(self, data: Any, at: int, *, timeout_s: float) -> bool:
+    def put(self, data: Any, at: int, *, timeout_s: float, waiting: Callable[[], None]) -> bool:
         """Write an array of uint8 at byte `at`, and return when it has arrived; False where it has not, or nobody knows: then
-        nothing more can be written here."""
+        nothing more can be written here. `waiting` is called now and then until it has, and may raise WireError."""
         source = self._source
         if source is None or not 0 <= at <= at + data.nbytes <= self.nbytes:
             return False
         np.copyto(source.array[: data.nbytes], data)
         deadline = time.monotonic() + timeout_s + data.nbytes / _LEAST_RATE
-        state = self._memory._write(self._name, source, self._remote.address + at, data.nbytes, deadline)
+        address = self._remote.address + at
+        self._source = None  # whatever comes of it, NIXL may still read it
+        state = self._memory._write(self._name, source, address, data.nbytes, deadline=deadline, waiting=waiting)
+        if state != "stuck":
+            self._source = source
         if state == "DONE":
             return True
         _log.warning("writing into another worker's memory through NIXL failed (%s); its KV is sent instead", state)
-        if state == "stuck":
-            self._source = None
         return False
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class Window:
     def nbytes(self) -> int:
         return self.view.nbytes
 
-    def put(self, data: Any, at: int, *, timeout_s: float) -> bool:
+    def put(self, data: Any, at: int, *, timeout_s: float, waiting: Callable[[], None]) -> bool:
         """Copy an array of uint8 to byte `at`. Always true: see `remote.Reached`."""
         np.copyto(np.frombuffer(self.view, np.uint8, data.nbytes, at), data)
         return True
