@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from reference import some_tokens, stock, stock_logits
+from transformers import LlamaConfig
 
 from headstart.engine.torch.model import Model, TorchModel, load_model
+from headstart.engine.torch.rope import hold_still
 
 Folders = Callable[..., Path]
 
@@ -46,6 +48,24 @@ def test_a_text_gets_the_logits_of_transformers_computed_in_portions(
     assert isinstance(model, TorchModel), model.why
     text = some_tokens(tokens)
     torch.testing.assert_close(model.next_logits(text, chunk_tokens=48), stock_logits(stock(folder), text)[-1])
+
+
+def test_a_module_that_chooses_by_itself_is_not_held_still() -> None:
+    class Chooses(torch.nn.Module):
+        rope_type = "longrope"
+
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scale = 2.0 if int(position_ids.max()) >= FIRST else 1.0
+            angles = position_ids.float()[..., None]
+            return angles.cos() * scale, angles.sin() * scale
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(1))
+    model.rotary = Chooses()
+    model.config = LlamaConfig(hidden_size=16, num_attention_heads=1, **LONG)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Chooses embeds a position by the length of the text"):
+        hold_still(model, 256)
+    hold_still(model, FIRST)  # no text is that long
 
 
 def test_a_key_does_not_depend_on_what_comes_after_it(tiny_model_folder: Folders) -> None:

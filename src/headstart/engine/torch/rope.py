@@ -48,8 +48,20 @@ def hold_still(model: torch.nn.Module, context_tokens: int) -> str:
             named = {} if layer_type is None else {"layer_type": layer_type}
             module(last.float(), position_ids=last, **named)  # it chooses what it takes for that length, …
         module.forward = partial(inspect.unwrap(type(module).forward), module)  # … and from now on takes it without choosing
+        for layer_type in by_layer:
+            _require_still(module, last, {} if layer_type is None else {"layer_type": layer_type})
     beyond = [tokens for kind, tokens in _followers(model.config) if kind == "longrope" and context_tokens > tokens]
     return f"RoPE for more than {beyond[0]} tokens" if beyond else "RoPE for short texts"
+
+
+def _require_still(module: Any, last: torch.Tensor, named: dict[str, str]) -> None:
+    """Raise ValueError where a position is still embedded by what stands beside it, as in a module that chooses by itself."""
+    first = torch.arange(min(8, int(last) + 1), device=last.device)[None]
+    beside = torch.cat([first, last], dim=1)
+    alone = module(first.float(), position_ids=first, **named)
+    for one, other in zip(alone, module(beside.float(), position_ids=beside, **named), strict=True):
+        if not torch.equal(one, other[:, : first.shape[1]]):
+            raise ValueError(f"{type(module).__name__} embeds a position by the length of the text")
 
 
 def _followers(config: Any) -> list[tuple[str, int]]:
