@@ -13,7 +13,6 @@ if ! test -f "$venv/.installed"; then
     "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # built for another torch
     touch "$venv/.installed"
 fi
-"$venv/bin/python" -c 'import xdist' 2>/dev/null || "$venv/bin/pip" install -q pytest-xdist
 
 # What is only read: the next vLLM's source (its connector interface), and SGLang's own classes. Without them their tests are
 # skipped, and this says so; a wheel is tried again the next time.
@@ -46,7 +45,5 @@ test "$before" = "$(others)" || {
 export HEADSTART_MODELS_DIRECTORY="${HEADSTART_MODELS_DIRECTORY:-models}"
 test -f "$HEADSTART_MODELS_DIRECTORY/smollm2-135m/model.safetensors" ||
     "$bin/headstart" pull smollm2-135m --models-directory "$HEADSTART_MODELS_DIRECTORY"
-# vLLM's libraries warn of this and that: their warnings are no errors here. Two files at a time: most of each is one vLLM after
-# another that starts, on one core.
-PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m "${MARKS:-vllm and not soak}" -W default -p model_fixtures \
-    -n 2 --dist loadfile --confcutdir=tests/vllm "${@:-tests/vllm}"
+# vLLM's libraries warn of this and that: their warnings are no errors here.
+PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m "${MARKS:-vllm and not soak}" -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"
