@@ -5,16 +5,22 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cache_kit import prompt
 
+from headstart.block.extent import decode_header
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import CacheConfig, load_config
 from headstart.testing.fake_kv import IDENTITY, TINY, FakeKV
 from headstart.testing.round_trip import hit_tokens, load, save
+from headstart.tier.base import Terms
+from headstart.tier.disk.new_record import record_of
+from headstart.tier.disk.records import ExtentName
+from headstart.tier.pool import PoolTier
 
 Open = Callable[..., PrefixCache]
 
@@ -101,3 +107,28 @@ def test_the_settings_of_a_pool_have_short_flags(tmp_path: Path) -> None:
         "cache.pool_visible_s": "--pool-visible-s",
     }
     assert load_config(overrides={"cache.pool": str(tmp_path)}).cache.pool == tmp_path
+
+
+@pytest.mark.parametrize("pool_capacity", ["64MiB", str(1 << 61)])
+def test_a_record_that_somebody_made_up_costs_no_save(machine: Open, tmp_path: Path, pool_capacity: str) -> None:
+    """Memory for so long an extent cannot be had; where the pool could hold it, its bytes are looked at and found wrong."""
+    kv, image = prompt(6401), prompt(6401).image()
+    forger = PoolTier.open(tmp_path / "pool", capacity_bytes=64 << 20, background=False)
+    forger.write(prompt(1281, seed=2).image(), TINY)
+    (segment,) = forger._store.appending.values()
+    record = record_of(image, decode_header(image, TINY), TINY, Terms(), steady_ms=lambda ms: ms)
+    place = ExtentName(segment.name, segment.header_bytes + 4096)
+    forger._store.append([replace(record, extent=place, extent_bytes=1 << 60)])
+    try:
+        cache = machine("a", pool_capacity=pool_capacity)
+        assert (hit_tokens(cache, kv) > 0) == (pool_capacity != "64MiB")
+        assert load(cache, kv).wrong == []
+        for seed in (3, 4):
+            assert save(cache, prompt(1281, seed=seed)).stored_tokens == 1280
+        assert save(cache, kv).stored_tokens == 6400
+        assert load(cache, kv).usable_tokens == 6400
+        counters = cache.statistics().tiers[-1].counters
+        assert counters.get("records_refused_size", 0) == (pool_capacity == "64MiB")
+        assert counters.get("quarantined_corrupt", 0) == (pool_capacity != "64MiB")
+    finally:
+        forger.close()

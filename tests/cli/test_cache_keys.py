@@ -69,6 +69,21 @@ def test_without_the_key_nothing_is_dropped_moved_or_exported(
     assert run.json("verify", "--pool", pool)["extents"] == 1
 
 
+def test_rm_without_the_key_cuts_nothing_and_says_so(
+    run: Run, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pool = places
+    one = kv(4, seed=2)
+    two = kv(6, seed=3, like=one, shared=2)
+    tier = PoolTier.open(pool, capacity_bytes=CAPACITY, background=False, sealing=Sealing((keyed(SECRET),)))
+    tier.write(image_of(two, 2, 4), TINY)
+    tier.close()
+    monkeypatch.delenv("HEADSTART_CACHE_CHECK_KEY_FILE")
+    assert "1 extent stays whole" in run("rm", key_of(one, 2), "--pool", pool, code=5)
+    done = run.json("rm", key_of(one, 2), "--pool", pool, code=5)
+    assert (done["extents"], done["shortened_extents"], len(done["left_for_their_key"])) == (0, 0, 1)
+
+
 def test_what_is_exported_with_the_key_needs_none_elsewhere(run: Run, places: tuple[Path, Path], tmp_path: Path) -> None:
     disk, pool = places
     assert run.json("export", "--all", tmp_path / "file", "--pool", pool)["extents"] == 1

@@ -70,7 +70,15 @@ class Quarantine:
             return [extent for extent, until in self._until.items() if until == _FOR_GOOD]
 
     def delete_corrupt(self) -> None:
-        """Ask the tier to delete what is avoided for good; what it has let go of needs no avoiding any more."""
+        """Ask the tier to delete what is avoided for good; what it has let go of needs no avoiding any more. Raises nothing:
+        no save fails for what is wrong already."""
+        try:
+            self._delete_corrupt()
+        except Exception:  # noqa: BLE001 - whatever a wrong extent does to its tier must not end all saving
+            self._counters.add("tier_failed_delete")
+            _log.exception("tier %r failed in delete in a way that it did not expect", self._tier.name)
+
+    def _delete_corrupt(self) -> None:
         corrupt = self.corrupt()
         if corrupt:
             with counted(self._counters, self._tier, "delete"):

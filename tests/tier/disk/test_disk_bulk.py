@@ -131,7 +131,8 @@ def what_they_say(books: Books) -> dict[str, object]:
 @settings(max_examples=300)
 @given(st.lists(journals_of, min_size=1, max_size=3), st.data())
 def test_books_loaded_in_columns_are_those_read_record_by_record(journals: list[list[Record]], data: st.DataObject) -> None:
-    slow, fast = Books(key_ids=KEY_IDS), Books(key_ids=KEY_IDS)
+    largest_bytes = data.draw(st.sampled_from([None, None, 4096]))
+    slow, fast = (Books(key_ids=KEY_IDS, largest_bytes=largest_bytes) for _ in range(2))
     for written in journals:
         encoded = journal(written)
         if encoded and data.draw(st.booleans()):
@@ -148,6 +149,7 @@ def test_books_loaded_in_columns_are_those_read_record_by_record(journals: list[
     slow.finish_loading()
     fast.finish_loading()
     assert what_they_say(fast) == what_they_say(slow)
+    assert fast.too_large == slow.too_large
 
 
 GOOD = ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"o" * 16, b"p" * 32)

@@ -56,7 +56,7 @@ records = st.one_of(
     st.builds(SegmentSealed, segments, u62),
     st.builds(
         ExtentAdded, names, u62, u31, u62, uses, words, st.binary(min_size=16, max_size=16), prefixes, u32, fields, words, u32
-    ),
+    ).map(lambda added: replace(added, header_bytes=min(added.header_bytes, added.extent_bytes, 256 << 20))),
     st.builds(Touched, st.lists(st.tuples(names, uses), max_size=4).map(tuple)),
     st.builds(ClassRaised, u62, st.lists(st.builds(Raise, names, u62, words), max_size=4).map(tuple)),
     st.builds(Pinned, st.lists(st.builds(Pin, names, u62, uses), max_size=4).map(tuple)),
@@ -160,6 +160,8 @@ def test_an_extent_keeps_fields_of_later_versions() -> None:
         SegmentSealed(SegmentName(WRITER, 1), 2**64 - 1),
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 2**63), 1, 1, 1, 1, "", bytes(16), b""),
         ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 1, 2**31, 1, 1, "", bytes(16), b""),
+        ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 2**31, (256 << 20) + 1, 1, 1, "", bytes(16), b""),
+        ExtentAdded(ExtentName(SegmentName(WRITER, 1), 1), 4096, 8192, 1, 1, "", bytes(16), b""),
         Touched(((ExtentName(SegmentName(WRITER, 1), 1), 2**56),)),
         ClassRaised(2**62, ()),
         ClassRaised(1, (Raise(ExtentName(SegmentName(WRITER, 1), 1), 2**62, "agent"),)),

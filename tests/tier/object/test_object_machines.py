@@ -3,7 +3,8 @@ steps, and what outlives its lease is a miss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import object_kit
@@ -12,10 +13,14 @@ import pool_kit
 import pytest
 from object_kit import Machine
 
+from headstart.block.checks import Sealing, keyed
 from headstart.errors import FormatMismatch, StoreError
+from headstart.metrics import Counters
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import ReadRange, Terms
-from headstart.tier.object import ObjectTier
+from headstart.tier.disk.door import Entry
+from headstart.tier.object import Bucket, ObjectTier
+from headstart.tier.object.object_disk import ObjectDisk
 
 Make = Callable[..., Machine]
 
@@ -253,6 +258,63 @@ def test_the_index_is_rebuilt_from_the_objects_where_journals_are_gone(machine: 
     assert b.found(range(3)) == {0, 1, 2}
     assert (b.counter("segments_adopted"), b.counter("adopt_failed"), b.counter("litter_removed")) == (3, 1, 1)
     assert machine().found(range(3)) == {0, 1, 2}
+
+
+class Counting(Bucket):
+    """Notes which segments are fetched whole."""
+
+    fetched: list[str]
+
+    def get(self, key: str) -> memoryview:
+        if key.startswith("segments/"):
+            self.fetched.append(key)
+        return super().get(key)
+
+
+def test_what_has_another_key_or_is_too_large_is_not_fetched_again_and_again(machine: Make, store: Any) -> None:
+    pytest.importorskip("blake3")
+    a = machine(sealing=Sealing((keyed(bytes(32)),)))
+    for seed in range(3):
+        a.save(seed)
+    a.close()
+    obstore.delete(store, keys_of(store, "journals"))
+    there = keys_of(store, "segments")
+    obstore.put(store, f"segments/07/{'ab' * 16}-00000007.seg", bytes(2 << 20))
+    bucket = Counting(store, where="bucket/prefix", counters=Counters())
+    bucket.fetched = []
+    b = machine(bucket=bucket)
+    for _ in range(5):
+        b.wait(200)
+    assert sorted(bucket.fetched) == sorted(there)
+    assert keys_of(store, "segments") == there
+    assert (b.counter("adopt_refused_key"), b.counter("adopt_failed"), b.counter("litter_removed")) == (3, 1, 1)
+
+
+class Overtaken(Bucket):
+    """A listing during which another one, begun later, is done."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def sizes(self, folder: str) -> Iterator[tuple[str, int]]:
+        found, (meanwhile, self.meanwhile) = [*super().sizes(folder)], (self.meanwhile, None)
+        if meanwhile is not None:
+            meanwhile()
+        return iter(found)
+
+
+def test_an_older_listing_of_journals_never_replaces_a_newer_one(store: Any) -> None:
+    root = Path("bucket/prefix")
+    bucket = Overtaken(store, where="bucket/prefix", counters=Counters())
+    disk = ObjectDisk(bucket, root)
+    name = f"{'ab' * 16}-00000000.log"
+
+    def meanwhile() -> None:
+        obstore.put(store, f"journals/{name}/{0:016x}", b"said")
+        disk.entries(root / "journals")
+
+    bucket.meanwhile = meanwhile
+    assert disk.entries(root / "journals") == [Entry(name, False)]
+    assert disk.facts(disk.open(root / "journals" / name, "read")).size == 4
 
 
 def test_a_bucket_is_no_cache_directory(store: Any) -> None:

@@ -321,3 +321,49 @@ def eventually(holds: Callable[[], bool], *, within_s: float = 60.0) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+class Listed(RealDisk):
+    """Counts how often everything is listed, which may be made to take long."""
+
+    root, listings = Path(), 0
+    goes_on: threading.Event | None = None
+
+    def entries(self, path: Path) -> list[Entry]:
+        if path == self.root / "segments":
+            self.listings += 1
+            if self.goes_on is not None:
+                self.goes_on.wait(60)
+        return super().entries(path)
+
+
+def test_what_was_listed_waits_for_a_turn_and_is_not_listed_again(machine: Make, root: Path) -> None:
+    disk = Listed()
+    a = machine(disk=disk)
+    disk.root = root
+    a.wait(1000)
+    before = disk.listings
+    with a.tier._store.turn() as mine:
+        assert mine
+        for _ in range(3):
+            a.wait(1000 if disk.listings == before else 1)
+    assert disk.listings == before + 1
+    a.wait(1)
+    assert disk.listings == before + 1
+
+
+def test_a_pool_is_closed_well_also_while_it_is_being_listed(root: Path) -> None:
+    disk = Listed()
+    timing = Timing(look_s=0.01, collect_s=0.01, list_s=0.01, answer_s=2.0)
+    tier = PoolTier.open(root, capacity_bytes=CAPACITY, timing=timing, disk=disk)
+    disk.goes_on = threading.Event()
+    disk.root = root
+    try:
+        deadline = time.monotonic() + 60
+        while not disk.listings and time.monotonic() < deadline:
+            time.sleep(0.01)
+        tier.close()
+        assert tier.statistics().counters.get("close_timed_out", 0) == 0
+        assert tier._store._closed
+    finally:
+        disk.goes_on.set()

@@ -83,7 +83,7 @@ def rm(
                 if cached.prefixes.found_elsewhere(i) and i not in chosen and wanted.fits(cached, info, cached.now_ms)
             ]
         going = [i for i in going if i not in pinned]
-        cuts = _cuts(cached, spots, set(going))
+        cuts, keyed = _cuts(cached, spots, set(going))
         if not dry_run and not yes and len(ends - refused) > 1:
             nbytes = sum(cached.extents[i].extent_bytes for i in going)
             raise click.UsageError(
@@ -102,9 +102,10 @@ def rm(
             "shortened_extents": len(cuts) if dry_run else done.shortened,
             "pinned_prefixes": len(refused),
             "leased_extents": done.leased,
+            "left_for_their_key": [cached.extents[i].where for i in keyed],
         }
     _tell(facts, as_json)
-    return INCOMPLETE if refused or done.leased or (cuts and not dry_run and done.shortened < len(cuts)) else 0
+    return INCOMPLETE if refused or keyed or done.leased or (cuts and not dry_run and done.shortened < len(cuts)) else 0
 
 
 def _tell(facts: dict[str, Any], as_json: bool) -> None:
@@ -128,6 +129,11 @@ def _tell(facts: dict[str, Any], as_json: bool) -> None:
         click.echo(f"{pinned}; `headstart cache unpin` first", err=True)
     if facts["leased_extents"]:
         click.echo(_being_read(facts["leased_extents"]), err=True)
+    if kept := facts["left_for_their_key"]:
+        left = so_many(len(kept), "extent stays whole: it was", "extents stay whole: they were")
+        click.echo(
+            f"{left} written with another key; give its file as cache.check_key_file ({'; '.join(kept[:_LISTED])})", err=True
+        )
 
 
 def _pinned(cached: Cached) -> set[int]:
@@ -139,10 +145,11 @@ def _pinned(cached: Cached) -> set[int]:
     return found
 
 
-def _cuts(cached: Cached, spots: Iterable[Spot], going: set[int]) -> dict[int, int]:
+def _cuts(cached: Cached, spots: Iterable[Spot], going: set[int]) -> tuple[dict[int, int], list[int]]:
     """Return the extents that hold a named block and stay because others need their beginning, with the pieces that those
-    need."""
+    need; and those of them that stay whole, because their key is not known here."""
     cuts: dict[int, int] = {}
+    keyed: list[int] = []
     pinned = _pinned(cached)
     for spot in spots:
         if spot.extent in going or spot.extent in pinned:
@@ -152,8 +159,11 @@ def _cuts(cached: Cached, spots: Iterable[Spot], going: set[int]) -> dict[int, i
             continue
         pieces = -(-cached.prefixes.needed_blocks(spot.extent, going) // layout.blocks_per_piece)
         if 0 < pieces * layout.blocks_per_piece <= spot.position:
-            cuts[spot.extent] = pieces
-    return cuts
+            if cached.extents[spot.extent].check_key in cached.look_of[spot.extent].sealing.key_ids:
+                cuts[spot.extent] = pieces
+            else:
+                keyed.append(spot.extent)
+    return cuts, sorted(set(keyed))
 
 
 def _remove(cached: Cached, going: Sequence[int], *, reason: str) -> Removed:

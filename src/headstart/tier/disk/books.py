@@ -68,8 +68,10 @@ class Books(ExtentTable):
         removals_kept: int = REMOVALS_KEPT,
         retention: Retention | None = None,
         key_ids: frozenset[int] = PLAIN.key_ids,
+        largest_bytes: int | None = None,
     ) -> None:
-        """`key_ids`: which keys checks may have been made with that are known here."""
+        """`key_ids`: which keys checks may have been made with that are known here. `largest_bytes`: what is said of an extent
+        of more is passed over, and counted in `too_large`."""
         super().__init__(Retention() if retention is None else retention)
         self.representations: dict[bytes, bytes] = {}
         self.declared: set[bytes] = set()  # representations that the own journal declares
@@ -81,7 +83,9 @@ class Books(ExtentTable):
         self._next_number = 0
         self._forget_at = GONE_KEPT
         self._removed_blocks = 0  # of all removals that are kept
+        self.too_large = 0
         self._key_ids = key_ids
+        self._largest_bytes = largest_bytes
         self._loading = True
         self._early_uses: list[Touched | UsedColumns] = []
         self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
@@ -198,6 +202,9 @@ class Books(ExtentTable):
         segment = self.segments.get(record.extent.segment)
         if segment is None or not segment.opened or segment.gone:
             return
+        if self._largest_bytes is not None and record.extent_bytes > self._largest_bytes:
+            self.too_large += 1
+            return
         segment.stale |= not own
         offset = record.extent.offset
         segment.end = max(segment.end, offset + record.extent_bytes)
@@ -254,7 +261,8 @@ class Books(ExtentTable):
         """As `_add` for each. Segments that are told of from their beginning to their end are taken over together."""
         assert self._loading, "one by one they are found at once"
         offsets = columns.rows["offset"].astype(np.int64)
-        ends = offsets + columns.rows["extent_bytes"].astype(np.int64)
+        nbytes = columns.rows["extent_bytes"].astype(np.int64)
+        ends = offsets + nbytes
         plain: dict[Segment, npt.NDArray[np.int64]] = {}
         for name, first, end in columns.groups():
             segment = self.segments.get(name)
@@ -262,6 +270,7 @@ class Books(ExtentTable):
                 continue
             some, check_keys = offsets[first:end], columns.check_keys(first, end)
             in_order = segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all())
+            in_order &= self._largest_bytes is None or int(nbytes[first:end].max()) <= self._largest_bytes
             if segment not in plain and in_order and len(check_keys) == 1 and self._seal(segment, int(check_keys[0])):
                 segment.stale |= not own
                 segment.end = max(segment.end, int(ends[first:end].max()))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from headstart.block.layout import MAX_HEADER_BYTES
 from headstart.tier.disk.records import (
     ADDED,
     CHECK_BYTES,
@@ -36,7 +37,13 @@ from headstart.tier.disk.records import (
 )
 
 # The numbers of records stay below these; extents also below what sums up in i64, else they are decoded one by one.
-_LIMITS = {"offset": 1 << 62, "extent_bytes": 1 << 40, "created_ms": 1 << 62, "header_bytes": 1 << 31, "last_used": USES}
+_LIMITS = {
+    "offset": 1 << 62,
+    "extent_bytes": 1 << 40,
+    "created_ms": 1 << 62,
+    "header_bytes": MAX_HEADER_BYTES + 1,
+    "last_used": USES,
+}
 _ROW = np.dtype(
     [
         ("writer", "V16"),
@@ -188,7 +195,8 @@ def _columns(data: bytes, starts: list[int], ends: list[int]) -> AddedColumns:
     rows = fixed.view(_ROW)[:, 0]
     blocks = rows["blocks"].astype(np.int64)
     keys = first + _ROW.itemsize + blocks * PREFIX_BYTES  # where they end
-    if (keys > end).any() or any(int(rows[name].max()) >= limit for name, limit in _LIMITS.items()):
+    large = any(int(rows[name].max()) >= limit for name, limit in _LIMITS.items())
+    if large or (keys > end).any() or (rows["header_bytes"] > rows["extent_bytes"]).any():
         raise ValueError("a record cannot be decoded, or not in columns")
     keys_end = keys.tolist()
     prefixes = b"".join([data[start + _ROW.itemsize : stop] for start, stop in zip(starts, keys_end, strict=True)])

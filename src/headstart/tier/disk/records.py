@@ -17,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from headstart.block.framing import frame, unframe
+from headstart.block.layout import MAX_HEADER_BYTES
 
 MAGIC = b"hsjournl"
 VERSION = 1
@@ -447,7 +448,7 @@ def decode_payload(kind: int, payload: memoryview) -> Record:
 
 def _decode_added(payload: memoryview) -> ExtentAdded:
     writer, sequence, offset, nbytes, header, created, used, flags, blocks, parent = ADDED.unpack_from(payload)
-    _require_below(_U31, header)
+    _require_below(min(MAX_HEADER_BYTES, nbytes) + 1, header)  # memory is taken for it before anything is verified
     _require_below(_U62, offset, nbytes, created)
     _require_below(USES, used)
     end = ADDED.size + blocks * PREFIX_BYTES

@@ -15,6 +15,8 @@ from headstart.tier.disk.evicting import Weighed
 from headstart.tier.disk.table import Segment
 from headstart.tier.object.store import ObjectStore
 from headstart.tier.pool.collecting import Collector
+from headstart.tier.pool.store import PoolStore
+from headstart.tier.pool.terms import Election
 
 _SHARE = 64  # such a part of the capacity is freed at once: a full bucket does not choose anew for every extent
 _ADOPTING_S = 5.0
@@ -44,6 +46,10 @@ class ObjectCollector(Collector):
     _said = False
     _adopt_until = 0.0
 
+    def __init__(self, store: PoolStore, terms: Election) -> None:
+        super().__init__(store, terms)
+        self._foreign: set[Path] = set()  # segments whose key is not known here: not fetched again
+
     @property
     def _objects_store(self) -> ObjectStore:
         assert isinstance(self._store, ObjectStore)
@@ -68,15 +74,21 @@ class ObjectCollector(Collector):
     def _tidy(self, listing: Listing) -> None:
         self._adopt_until = self._store.clock() + _ADOPTING_S
         super()._tidy(listing)
+        self._foreign.intersection_update(self._unknown_since)  # not those that are gone
 
     def _end_unexplained(self, path: Path) -> None:
         """A segment that no journal speaks of is whole, as it was put: it is taken up again, unless it is no segment."""
         store = self._objects_store
+        if path in self._foreign:
+            return
         if path.suffix == ".seg":
             if store.clock() > self._adopt_until:
                 self._list_due = store.clock()  # the others next time, so that nobody waits for long
                 return
-            if store.adopt(path):
+            became = store.adopt(path)
+            if became == "foreign":
+                self._foreign.add(path)
+            if became != "strange":
                 return
         super()._end_unexplained(path)
 

@@ -65,6 +65,7 @@ class ObjectDisk:
         self._files: dict[Handle, _File] = {}
         self._next = 1
         self._journals: dict[str, list[tuple[int, int]]] = {}  # as last listed
+        self._begun = self._newest = 0  # listings of journals, numbered as they begin; which one `_journals` is from
         self._segments: dict[str, int] = {}
         self._shards: dict[str, list[str]] = {}
         self._listed_at = 0.0  # those two
@@ -79,6 +80,13 @@ class ObjectDisk:
     def get_segment(self, path: Path) -> memoryview:
         """Return a segment whole. Raises OSError."""
         return self.bucket.get(self._key(path))
+
+    def segment_bytes(self, path: Path) -> int:
+        """Return how long a segment is, as last listed or else as the service says. Raises OSError."""
+        key = self._key(path)
+        with self._lock:
+            size = self._segments.get(key)
+        return self.bucket.size(key) if size is None else size
 
     def delete_segments(self, paths: Sequence[Path]) -> None:
         """Delete segments, a thousand with one request; those that are not there are fine. Raises OSError."""
@@ -199,10 +207,7 @@ class ObjectDisk:
             return _facts(file.path, len(file.data))
         if not _is_segment(file.path):
             return _facts(file.path, file.end)
-        key = self._key(file.path)
-        with self._lock:
-            size = self._segments.get(key)
-        return _facts(file.path, self.bucket.size(key) if size is None else size)
+        return _facts(file.path, self.segment_bytes(file.path))
 
     def stat(self, path: Path) -> FileFacts:
         if self._is_folder(path):
@@ -263,6 +268,9 @@ class ObjectDisk:
         return found
 
     def _list_journals(self) -> list[Entry]:
+        with self._lock:
+            self._begun += 1
+            number = self._begun
         listed: dict[str, list[tuple[int, int]]] = {}
         for key, size in self.bucket.sizes(_JOURNALS):
             if found := _PART.fullmatch(key):
@@ -271,10 +279,12 @@ class ObjectDisk:
         for name in headless:
             del listed[name]
         with self._lock:
-            self._journals, self._headless = listed, headless
+            if number > self._newest:  # else another thread's, begun later, was done sooner
+                self._newest, self._journals, self._headless = number, listed, headless
+            names = sorted(self._journals)
             if time.monotonic() - self._listed_at > _LISTING_KEPT_S:
                 self._segments, self._shards = {}, {}
-        return [Entry(name, False) for name in sorted(listed)]
+        return [Entry(name, False) for name in names]
 
     def _list_segments(self) -> list[Entry]:
         """All of them at once; the folders are then asked for one by one."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from headstart.block.representation import Representation
 from headstart.block.whole import examine
@@ -35,6 +36,8 @@ from headstart.tier.object.object_disk import ObjectDisk
 from headstart.tier.object.segments import ObjectSegments
 from headstart.tier.pool.store import Attempt, Image, PoolStore
 
+MOST_SHARE = 8  # of the capacity an extent takes at most such a part
+_MOST_BYTES = 4 << 30  # of an extent, whatever the capacity
 _UNSAID_SHARE = 128
 # Objects of a journal: whoever follows lists them all, a thousand a request. The larger it is, the more of them there may be.
 LEAST_APPENDS, MOST_APPENDS = 128, 768
@@ -114,28 +117,32 @@ class ObjectStore(PoolStore):
         self.counters.add("bytes_written", added.extent_bytes)
         return placed.extent
 
-    def adopt(self, path: Path) -> bool:
-        """Say of a segment that no journal speaks of what stands in it, read whole and verified; False where that is not what
-        its name says. What has a key that is not known here is left. In turn. Raises OSError."""
+    def adopt(self, path: Path) -> Literal["adopted", "foreign", "strange"]:
+        """Say of a segment that no journal speaks of what stands in it, read whole and verified; "strange" where that is not
+        what its name says, or longer than anything that is written, "foreign" where its key is not known here: who has it may
+        take it up. In turn. Raises OSError."""
         try:
+            if self.objects.segment_bytes(path) > min(self.capacity_bytes // MOST_SHARE, _MOST_BYTES):
+                self.counters.add("adopt_failed")
+                return "strange"
             data = self.objects.get_segment(path)
             header = decode_segment_header(data)
             representation, image = Representation.decode(header.representation), data[header.header_bytes :]
             extent = examine(image, representation, self.sealing.at_the_door())
             added = record_of(image, extent, representation, Terms(extent.retention), steady_ms=self.steady_ms)
         except FileNotFoundError:
-            return False
+            return "strange"
         except (ExtentCorrupt, ValueError) as error:
             if isinstance(error, ExtentCorrupt) and error.facts.get("reason") == "key":
                 self.counters.add("adopt_refused_key")
-                return True  # who has its key may take it up
+                return "foreign"
             self.counters.add("adopt_failed")
-            return False
+            return "strange"
         if header.segment.file != path.name or header.digest != representation.digest:
-            return False
+            return "strange"
         self._say(header, replace(added, extent=ExtentName(header.segment, header.header_bytes)))
         self.counters.add("segments_adopted")
-        return True
+        return "adopted"
 
     def _say(self, header: SegmentHeader, placed: ExtentAdded) -> None:
         """Journal a segment and the extent in it. Raises OSError; others may have seen it then, so the object stays."""

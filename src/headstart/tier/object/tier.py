@@ -29,7 +29,7 @@ from headstart.tier.object.collecting import Appointed, ObjectCollector
 from headstart.tier.object.joining import firmest, groups_of, joined
 from headstart.tier.object.object_disk import ObjectDisk
 from headstart.tier.object.reading import ObjectReading
-from headstart.tier.object.store import ObjectStore
+from headstart.tier.object.store import MOST_SHARE, ObjectStore
 from headstart.tier.pool.terms import Election, Terms
 from headstart.tier.pool.tier import PoolTier
 from headstart.tier.pool.timing import Timing
@@ -39,7 +39,6 @@ TIMING = Timing(look_s=0.5, silent_s=15.0, beat_s=15.0, term_s=60.0, collect_s=5
 
 _LARGEST_BYTES, _LARGEST_STATE_BYTES = 64 << 20, 256 << 20
 _BLOCKS = 16
-_MOST_SHARE = 8  # of the capacity an extent takes at most such a part
 
 
 class ObjectTier(PoolTier):
@@ -125,7 +124,7 @@ class ObjectTier(PoolTier):
         most = max(_LARGEST_BYTES, _BLOCKS * 64 * (representation.bytes_per_token or 0) + 64 * ALIGNMENT)
         if representation.bytes_per_token is None or representation.state != "none":
             most = max(most, _LARGEST_STATE_BYTES)
-        most = min(most, self._store.capacity_bytes // _MOST_SHARE) // ALIGNMENT * ALIGNMENT
+        most = min(most, self._store.capacity_bytes // MOST_SHARE) // ALIGNMENT * ALIGNMENT
         return most - SegmentHeader(UNPLACED.segment, 0, 0, representation.encode(), representation.digest).header_bytes
 
     def write_all(

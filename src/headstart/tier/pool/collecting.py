@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned, examine
-from headstart.errors import ExtentCorrupt, StoreError
+from headstart.errors import StoreError
 from headstart.policy.eviction import Emptying, Files, choose_emptying, choose_victims
 from headstart.tier.base import MOVED, ExtentId
 from headstart.tier.disk.directory import Listing
@@ -218,13 +218,13 @@ class Collector:
             encoded = books.representations.get(segment.representation)
         if encoded is None:
             return False
-        representation, image = Representation.decode(encoded), aligned(nbytes)
         try:
+            representation, image = Representation.decode(encoded), aligned(nbytes)
             with store.files.held(segment) as handle:
                 store.disk.read(handle, [image], offset)
             if not segment.hidden:  # else whoever has its key verifies it, there as here
                 require_same(examine(image, representation, store.sealing), info)
-        except (ExtentCorrupt, StoreError):
+        except (StoreError, MemoryError, ValueError):  # no memory: a length that somebody made up
             store.counters.add("carry_failed")
             return bool(store.remove([extent], reason="corrupt"))
         place = store.write_extent([image], representation, record, attempt=Attempt(), replacing=True)

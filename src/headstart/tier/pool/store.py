@@ -114,7 +114,7 @@ class PoolStore:
         self.sealing = sealing
         self.holes = False
         self.lock = Lock()
-        self.books = Books(retention=retention, key_ids=sealing.key_ids)
+        self.books = Books(retention=retention, key_ids=sealing.key_ids, largest_bytes=capacity_bytes)
         self.files = self._files_of(disk, directory)
         self.writers = Writers(disk, directory, clock=clock, counters=counters)
         self.room = Room(self)
@@ -208,8 +208,11 @@ class PoolStore:
         with self.lock:
             for _, records in said:
                 self.books.apply(records, own=False, now_ms=self.now_ms())
+            refused, self.books.too_large = self.books.too_large, 0
             done = [s for s in self.books.segments.values() if s.sealed and not s.rows and not s.gone]
             self.room.note_dead(done, long_ago=loading)
+        if refused:
+            self.counters.add("records_refused_size", refused)
         for segment in done:
             self.files.discard(segment)  # else its bytes are kept for as long as it is open here
 

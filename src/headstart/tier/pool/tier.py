@@ -53,7 +53,7 @@ from headstart.tier.pool.collecting import Collector
 from headstart.tier.pool.reading import PoolReading
 from headstart.tier.pool.room import pool_segment_capacity
 from headstart.tier.pool.shared_disk import SharedDisk
-from headstart.tier.pool.store import Attempt, Image, PoolStore
+from headstart.tier.pool.store import Around, Attempt, Image, PoolStore
 from headstart.tier.pool.terms import Election
 from headstart.tier.pool.terms import Terms as CollectorTerms
 from headstart.tier.pool.timing import Timing
@@ -91,6 +91,7 @@ class PoolTier:
         self._background: list[Thread] = []
         self._looked = False  # the last look at the others' journals succeeded
         self._collect_due = store.clock()
+        self._around: Around | None = None  # as listed, until a turn comes that uses it
         self._said_silent = self._said_hidden = False
         self._closed = False
 
@@ -478,10 +479,12 @@ class PoolTier:
         if store.read_only or store.clock() < self._collect_due:
             return
         due = store.clock() >= store.list_due or self._collector.wants_listing
-        around = store.look_around() if due else None
+        if due and self._around is None:
+            self._around = store.look_around()
         with store.turn(wait_s=1.0 if wait else _TURN_S) as mine:
             if mine:
                 self._collect_due = store.clock() + store.timing.collect_s
+                around, self._around = self._around, None
                 store.upkeep(around)
                 self._collector.step(around)
 
@@ -509,6 +512,8 @@ class PoolTier:
             right = self._reading.is_right(extent)
         except OSError:
             return False
+        except (MemoryError, ValueError):  # no extent is so long: somebody made its record up
+            return True
         if right:
             with self._store.lock:
                 row = self._store.books.row(extent)
@@ -531,7 +536,7 @@ class PoolTier:
         deadline = time.monotonic() + timeout_s
         self._ending.set()
         for thread in self._background:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - timeout_s / 2 - time.monotonic()))  # one that lists may take long
         try:
             self._ask(
                 self._close_store,
