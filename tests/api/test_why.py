@@ -457,7 +457,7 @@ def test_the_command_starts_with_nothing_that_takes_time() -> None:
     code = f"import sys; from headstart.cli import run_cli; print(run_cli({arguments!r}), *sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.split()
     assert said[0] == "4"
-    assert not {"torch", "transformers", "numpy", "httpx", "rich", "headstart.cache"} & set(said)
+    assert not {"torch", "transformers", "numpy", "httpx", "aiohttp", "rich", "headstart.cache"} & set(said)
 
 
 def test_diff_takes_requests_of_a_running_server(server: Asking, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,18 @@ def test_it_starts_without_torch_and_transformers(log: Path) -> None:
     code = f"import sys; from headstart.cli import run_cli; run_cli(['lint', {str(log)!r}]); print(sorted(sys.modules))"
     said: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert "'headstart.diagnose.lint'" in said
-    heavy = ("torch", "transformers", "tokenizers", "jinja2", "httpx", "starlette", "uvicorn", "rich", "headstart.cache")
+    heavy = (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "jinja2",
+        "httpx",
+        "aiohttp",
+        "starlette",
+        "uvicorn",
+        "rich",
+        "headstart.cache",
+    )
     assert not [name for name in heavy if f"'{name}'" in said]
 
 

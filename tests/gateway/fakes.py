@@ -115,6 +115,14 @@ def completion(text: str = "fine", **usage: int) -> bytes:
 STREAM = b"HTTP/1.1 200 x\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
 
+CHUNKED = STREAM.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
+
+
+def chunked(piece: bytes) -> bytes:
+    """Return it as HTTP's chunks have it."""
+    return b"%x\r\n%s\r\n" % (len(piece), piece)
+
+
 def chunk(text: str | None, finish: str | None = None, **more: Any) -> bytes:
     delta = {"role": "assistant"} if text is None else {"content": text}
     choices = [{"index": 0, "delta": delta, "finish_reason": finish}]

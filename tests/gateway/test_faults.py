@@ -15,7 +15,7 @@ import pytest
 
 from api.serving import Running, running
 from asking import eventually
-from gateway.fakes import STREAM, Fake, Say, chunk, completion, http, stream
+from gateway.fakes import CHUNKED, STREAM, Fake, Say, chunk, chunked, completion, http, stream
 from gateway.gateway_kit import Routed, routed
 from headstart.api.accounts import Accounts
 from headstart.api.keyring import Keyring
@@ -45,6 +45,7 @@ FAILING: dict[str, Say] = {
     "says what is no HTTP": lambda path, body: [b"\x00\x01 what is this"],
     "says what is no JSON": lambda path, body: http(200, b"<html>hello</html>", "text/html"),
     "says JSON of another kind": lambda path, body: http(200, b"[1, 2]"),
+    "sends a chunk that is none": lambda path, body: [CHUNKED + chunked(chunk(None)), b"zz\r\n"],
     "hangs up": lambda path, body: [],
     "ends before the first token": lambda path, body: [STREAM, chunk(None)],
     "streams garbage": lambda path, body: [STREAM, b"data: {nonsense\n\n"],
@@ -179,9 +180,19 @@ def test_a_client_that_leaves_ends_its_request_at_the_worker(worker: Running) ->
     worker.engine.gate.set()
 
 
+def go_on_asking(client: openai.OpenAI, until: threading.Event) -> None:
+    """Ask something every moment, whether or not what was asked before is answered."""
+    asked = []
+    while not until.wait(0.05):
+        asked.append(threading.Thread(target=lambda: text_of(client)))
+        asked[-1].start()
+    for one in asked:
+        one.join(60)
+
+
 def test_a_worker_whose_engine_hangs_though_it_says_that_it_is_well_loses_its_requests_and_comes_back() -> None:
     with ExitStack() as stack:
-        engine = FakeEngine()
+        engine = FakeEngine(max_running=1)
         engine.gate.clear()
         hanging = stack.enter_context(running(engine))
         good = stack.enter_context(running(FakeEngine()))
@@ -192,13 +203,19 @@ def test_a_worker_whose_engine_hangs_though_it_says_that_it_is_well_loses_its_re
         asking = threading.Thread(target=lambda: answers.append(text_of(client)))
         asking.start()
         eventually(lambda: len(engine.submitted) == 1)
+        answered = threading.Event()
+        more = threading.Thread(target=lambda: go_on_asking(client, answered))
+        more.start()
+        eventually(lambda: len(engine.submitted) > 3)  # its queue grows, which is no progress
         router.add(good.url)
         asking.join(60)
+        answered.set()
+        more.join(60)
         assert answers == [text_of(client)]
         told = router.workers()[hanging.url]
         assert told["state"] == "down"
-        assert "no further with 1 requests" in told["why"]
-        eventually(lambda: len(engine.submitted) == 2)  # it is asked for a token, in vain
+        assert "no further with" in told["why"]
+        eventually(lambda: engine.submitted[-1].max_tokens == 1)  # it is asked for a token, in vain
         assert router.workers()[hanging.url]["state"] == "down"
         engine.gate.set()
         eventually(lambda: router.workers()[hanging.url]["state"] == "ready")
@@ -216,10 +233,40 @@ def test_what_one_worker_does_not_have_is_asked_of_another_and_of_that_one_no_mo
             assert (old.posts(), router.workers()[old.url]["failures"]) == (1, 0)
 
 
-def test_what_no_worker_has_is_asked_of_three() -> None:
-    unknown = http(404, b'{"error": {"message": "there is no adapter x", "type": "invalid_request_error", "code": "x"}}')
+LACKS = http(404, b'{"error": {"message": "there is no adapter x", "type": "invalid_request_error", "code": "x"}}')
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_who_lacks_it_does_not_speak_for_one_that_has_it_and_is_full(streams: bool) -> None:
+    full = http(429, b'{"error": {"message": "all is full", "type": "rate_limit_error"}}')
+    with Fake(lambda path, body: LACKS) as lacking, Fake(lambda path, body: full) as busy:
+        for urls in ([lacking.url, busy.url], [busy.url, lacking.url]):
+            with routed(urls) as router:
+                eventually(lambda router=router: router.ready() == 2)  # type: ignore[misc]
+                for _ in range(4):
+                    said = httpx.post(f"{router.url}/v1/chat/completions", json={**ASKED, "stream": streams}, timeout=60)
+                    assert (said.status_code, said.json()["error"]["message"]) == (429, "all is full")
+
+
+def test_who_lacks_it_does_not_speak_for_one_that_has_it_and_is_starting() -> None:
+    asked: list[int] = []
+
+    def starts(path: str, body: bytes) -> Any:
+        asked.append(1)
+        return http(503, b"{}") if len(asked) <= 6 else well(path, body)
+
     with ExitStack() as stack:
-        fakes = [stack.enter_context(Fake(lambda path, body: unknown)) for _ in range(5)]
+        lacking, starting = (stack.enter_context(Fake(say)) for say in (lambda path, body: LACKS, starts))
+        router = stack.enter_context(routed([lacking.url, starting.url]))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 2)
+        assert text_of(client) == "all is well"
+        assert lacking.posts() <= 1
+
+
+def test_what_no_worker_has_is_asked_of_three() -> None:
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(Fake(lambda path, body: LACKS)) for _ in range(5)]
         router = stack.enter_context(routed([one.url for one in fakes]))
         client = stack.enter_context(router.client())
         eventually(lambda: router.ready() == 5)

@@ -17,11 +17,11 @@ import msgspec
 import pytest
 
 from asking import eventually
-from gateway.fakes import STREAM, Fake, chunk, completion, stream
+from gateway.fakes import CHUNKED, STREAM, Fake, chunk, chunked, completion, stream
 from gateway.gateway_kit import routed
 from headstart.errors import ConfigError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import Answer, Connections
+from headstart.gateway.connections import Answer, Connections, parts_of
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.following import Change, Follower, Following
@@ -150,6 +150,114 @@ def test_a_router_that_was_held_still_blames_no_worker() -> None:
     for now_s[0] in (1.0, 2.0, 1000.0, 1001.0):
         fleet._look_for_progress(worker, report, report)
     assert not worker.stuck
+
+
+def test_a_queue_that_grows_is_no_progress() -> None:
+    """Those that a hung worker gets meanwhile are all that changes there."""
+    metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting {}\n"
+
+    def other(path: str, waiting: int) -> Answer:
+        content = metrics.format(waiting) if path == "/metrics" else '{"data": [{"id": "tiny"}]}'
+        return Answer(404 if path.startswith("/v1/headstart") else 200, "", content.encode())
+
+    def progress(waiting: int) -> tuple[int | None, int | None]:
+        ours = OURS | {"running": 1, "waiting": waiting, "waiting_tokens": 10 * waiting, "counters": {"steps": 5}}
+        said = told(lambda path: Answer(200, "", json.dumps(ours).encode()))
+        return said.progress, told(lambda path: other(path, waiting)).progress
+
+    assert progress(1) == progress(2)
+    assert None not in progress(1)
+
+
+def stuck(fleet: Fleet, worker: Worker, report: Report, now_s: list[float], *, every_s: float) -> bool:
+    """Whether it is, once a worker with a request has said the same for some time."""
+    worker.report = report
+    worker.flights["one"] = lambda: None
+    for _ in range(int(400 / every_s)):
+        now_s[0] += every_s
+        fleet._look_for_progress(worker, report, report)
+    return worker.stuck
+
+
+@pytest.mark.parametrize(("poll_s", "dead_after_s"), [(1.0, 10.0), (60.0, 1.0)])
+def test_only_who_has_something_to_do_is_stuck(poll_s: float, dead_after_s: float) -> None:
+    """Who has nothing to do may have said all, to a client that reads slowly."""
+
+    async def looked() -> None:
+        now_s = [0.0]
+        fleet = Fleet(max_workers=1, blocks=100, poll_s=poll_s, dead_after_s=dead_after_s, clock=lambda: now_s[0])
+        fleet.connections = Saying(lambda path: Answer(500, "", b""))
+        worker = Worker(Address.of("http://worker:1"), "both", 1)
+        assert not stuck(fleet, worker, Report(ours=True, ready=True, progress=1, running=0, waiting=0), now_s, every_s=poll_s)
+        assert stuck(fleet, worker, Report(ours=True, ready=True, progress=1, running=1, waiting=0), now_s, every_s=poll_s)
+        assert worker.trying is not None
+        await worker.trying
+        assert worker.stuck
+
+    asyncio.run(looked())
+
+
+def test_who_was_stuck_and_cannot_be_tried_comes_back_by_what_it_says() -> None:
+    """One that has only chats, say."""
+
+    async def looked() -> None:
+        now_s = [0.0]
+        fleet = Fleet(max_workers=1, blocks=100, poll_s=0.01, dead_after_s=10.0, clock=lambda: now_s[0])
+        fleet.connections = Saying(lambda path: Answer(404, "", b""))
+        worker = Worker(Address.of("http://worker:1"), "both", 1)
+        busy = Report(ours=True, ready=True, progress=1, running=1, waiting=0)
+        assert stuck(fleet, worker, busy, now_s, every_s=10.0)
+        assert worker.trying is not None
+        await worker.trying
+        assert worker.stuck
+        worker.report = idle = Report(ours=True, ready=True, progress=1, running=0, waiting=0)
+        fleet._look_for_progress(worker, idle, busy)
+        assert worker.trying is not None
+        await worker.trying
+        assert not worker.stuck
+
+    asyncio.run(looked())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_chunk_that_is_none_ends_the_answer_whether_or_not_it_is_waited_for(waits: bool) -> None:
+    go_on, closed = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(CHUNKED + chunked(b"good"))
+                go_on.wait(60)
+                connection.sendall(b"zz\r\n")
+                while connection.recv(1 << 16):
+                    pass
+                closed.set()
+
+        async def read() -> None:
+            connections = Connections(connect_s=10.0)
+            response = await connections.begin("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/", headers={})
+            parts = parts_of(response)
+            assert await anext(parts) == b"good"
+            if waits:
+                asyncio.get_running_loop().call_later(0.05, go_on.set)
+            else:
+                go_on.set()
+                await asyncio.to_thread(closed.wait, 60)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                async with asyncio.timeout(10):
+                    await anext(parts)
+            response.close()
+            await connections.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            asyncio.run(read())
+        finally:
+            go_on.set()
+            thread.join(60)
 
 
 def test_whoever_is_lost_twice_is_lost_once() -> None:

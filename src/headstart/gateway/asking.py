@@ -116,7 +116,7 @@ def _ours(content: bytes, address: Address) -> Report:
         waiting_tokens=told.waiting_tokens,
         kv_tokens=told.kv.get("capacity_tokens") or None,
         kv_used=told.kv.get("used_tokens"),
-        progress=hash((told.running, told.waiting, told.waiting_tokens, *told.kv.items(), *told.counters.items())),
+        progress=hash((told.running, *told.kv.items(), *told.counters.items())),
         speeds=with_guesses(_speeds(told.speeds), token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
         roots={name: bytes.fromhex(root) for name, root in told.roots.items()},
         representation=bytes.fromhex(told.representation) or None,
@@ -158,7 +158,7 @@ async def _foreign(client: Connections, address: Address, headers: Mapping[str, 
     told: list[tuple[str, str]] = []  # of the engine
     if metrics.status == 200:
         for name, value in _SAMPLE.findall(metrics.content.decode(errors="replace")):
-            if name.startswith(_ENGINES):
+            if name.startswith(_ENGINES) and name not in _WAITING:
                 told.append((name, value))
             if name in _RUNNING or name in _WAITING or name == _STARTED:
                 sums[name] = sums.get(name, 0.0) + float(value)

@@ -5,6 +5,7 @@ aiohttp's, since it reads answers in C: a request takes an eighth of the CPU tha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Connections:
         response = await self.begin(method, url, headers=headers, body=body)
         try:
             content = bytearray()
-            async for part in response.content.iter_any():
+            async for part in parts_of(response):
                 content += part
                 if len(content) > MOST_BYTES:
                     raise ValueError(f"{url} answers more than {MOST_BYTES >> 20} MiB")
@@ -75,6 +76,38 @@ class Connections:
                 skip_auto_headers=_OWN_HEADERS,
             )
         return self._session
+
+
+async def parts_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield what comes of an answer as it comes. Raises aiohttp.ClientError, also where aiohttp closes the connection over a
+    chunk that is none, of which it tells no reader."""
+    content, connection = response.content, response.connection
+    closed = None if connection is None or connection.protocol is None else connection.protocol.closed
+
+    def cut(closed: asyncio.Future[None]) -> None:
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError("the connection ended amid the answer"))
+
+    def whole() -> None:
+        if closed is not None:
+            closed.remove_done_callback(cut)
+
+    if closed is not None:
+        closed.remove_done_callback(_heard)  # once a connection
+        closed.add_done_callback(_heard)
+        closed.add_done_callback(cut)
+        content.on_eof(whole)
+    try:
+        async for part in content.iter_any():
+            yield part
+    except RuntimeError as error:  # it was closed before it was read
+        raise aiohttp.ClientPayloadError("the connection ended amid the answer") from error
+
+
+def _heard(closed: asyncio.Future[None]) -> None:
+    """Nobody need be told how a connection ended that has no answer under way."""
+    if not closed.cancelled():
+        closed.exception()
 
 
 async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:

@@ -307,9 +307,9 @@ class Fleet:
         """Take out who says that it is well and gets no further with anything. Nothing tells that of engines that say nothing
         of what they do."""
         now_s = self.clock()
-        unseen = now_s - worker.looked_s > self._dead_after_s  # this process was held still, and maybe both were
+        unseen = now_s - worker.looked_s > self._poll_s + 2 * self._dead_after_s  # this process was held still, maybe both were
         worker.looked_s = now_s
-        if before is None or report.progress is None or report.progress != before.progress or not worker.flights or unseen:
+        if before is None or report.progress is None or _moved(before, report) or not worker.flights or unseen:
             worker.moved_s = now_s
         if not worker.stuck and now_s - worker.moved_s > self._stuck_after_s:
             worker.stuck = True
@@ -331,12 +331,18 @@ class Fleet:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return
         else:
-            if answer.status == 200:
+            if answer.status == 200 or (answer.status < 500 and await self._says_it_moves(worker)):
                 self._free(worker)
                 log.info("worker %s is taken back: it answers again", worker.id)
                 self.wake()
         finally:
             worker.trying = None
+
+    async def _says_it_moves(self, worker: Worker) -> bool:
+        """Whether one that has not what it was asked says that it gets further, or has nothing to do: nothing more is known."""
+        before = worker.report
+        await asyncio.sleep(2 * self._poll_s)
+        return before is not None and worker.report is not None and _moved(before, worker.report)
 
     def _free(self, worker: Worker) -> None:
         """It is not stuck, or not known to be any more."""
@@ -399,3 +405,13 @@ class Fleet:
                 self.routing.stored(worker.id, keys, plane)
             else:
                 self.routing.removed(worker.id, keys, plane)
+
+
+def _moved(before: Report, report: Report) -> bool:
+    """Whether a worker got further, or has nothing to do, as where a client reads slowly what it has long said. A queue that
+    grows is no progress."""
+    return (
+        report.progress != before.progress
+        or (report.waiting_tokens or 0) < (before.waiting_tokens or 0)
+        or (report.running == 0 and not report.waiting)
+    )

@@ -19,7 +19,7 @@ from headstart.api.accounts import Account
 from headstart.api.errors import DeadlinePassed, GenerationFailed, NoWorker, TooManyWaiting, WorkerFailed
 from headstart.errors import RequestError
 from headstart.gateway.answers import Garbled, Mark, Seen, events_of
-from headstart.gateway.connections import MOST_BYTES
+from headstart.gateway.connections import MOST_BYTES, parts_of
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.metrics import Metrics
 from headstart.gateway.sending import Kind, Missed, Nobody, Order, Refused, Said, Sending, Sent
@@ -128,8 +128,11 @@ class Flight:
         fleet = self.fleet
         until_s = fleet.clock() + self.patience_s
         but: set[str] = set()
+        lacking: set[str] = set()
         broken = 0
         last: Missed | None = None
+        busy: Missed | None = None
+        all_lack = True
         while True:
             try:
                 async with self.sending.send(self.order, but=but) as sent:
@@ -140,6 +143,12 @@ class Flight:
                 last = missed
                 but.add(missed.worker.id)
                 broken += missed.kind in (Kind.BROKE, Kind.LACKING)
+                if missed.kind is Kind.LACKING:
+                    lacking.add(missed.worker.id)
+                else:
+                    all_lack = False
+                if missed.kind is Kind.BUSY:
+                    busy = missed
                 self.retries += 1
                 if missed.kind is Kind.BROKE:
                     fleet.failed(missed.worker, missed.why)
@@ -157,15 +166,16 @@ class Flight:
                         f"{broken} workers failed on this request, the last one: {_public(missed)}", code="workers_failed"
                     ) from missed
             except Nobody:
-                if last is not None and last.kind in (Kind.BUSY, Kind.LACKING) and last.answer is not None:
-                    raise Refused(last.answer) from last
-                if last is not None and last.kind is Kind.BUSY:
+                final = busy or (last if all_lack else None)  # who has it and has no room says more than who lacks it
+                if final is not None and final.answer is not None:
+                    raise Refused(final.answer) from final
+                if busy is not None:
                     raise TooManyWaiting(
                         "all workers are full; try again in a moment", code="rate_limit_exceeded", retry_after_s=1
-                    ) from last
+                    ) from busy
                 if fleet.clock() >= until_s:
                     raise self._nobody() from last
-                but.clear()  # they may be well again
+                but = set(lacking)  # the others may be well again
                 changed = fleet.changed
                 try:
                     async with asyncio.timeout(_LOOK_S):
@@ -212,7 +222,7 @@ class Flight:
         held_bytes = 0
         named = False
         try:
-            async for event in events_of(sent.response.content.iter_any()):
+            async for event in events_of(parts_of(sent.response)):
                 mark = self.seen.event(event)
                 if mark is Mark.OPENING and not self.told and held_bytes + len(event) <= _HELD_BYTES:
                     held.append(event)
@@ -290,7 +300,7 @@ async def _said(sent: Sent) -> Said:
     response = sent.response
     parts: list[bytes] = []
     size = 0
-    async for part in response.content.iter_any():
+    async for part in parts_of(response):
         size += len(part)
         if size > MOST_BYTES:
             raise Missed(sent.worker, Kind.BROKE, f"it answered more than {MOST_BYTES >> 20} MiB")

@@ -95,8 +95,8 @@ class Handoff:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker says when it is asked. `ours`: it is a server of ours; of others only what their metrics tell is known, and
-    None stands for the rest. `progress`: another number whenever its engine got any further. `trusted`: it believes the router
-    whose requests are. `speeds`: as far as they were measured."""
+    None stands for the rest. `progress`: another number whenever its engine got any further, whatever its queue does.
+    `trusted`: it believes the router whose requests are. `speeds`: as far as they were measured."""
 
     ours: bool
     ready: bool
