@@ -176,3 +176,34 @@ def test_who_fails_while_it_lends_sends_from_then_on(memory: RemoteMemory, monke
     assert memory.lend() is None
     assert memory.reach(lent.remote) is None
     lent.close()
+
+
+def test_a_write_that_nobody_can_ask_after_keeps_its_memory(
+    memory: RemoteMemory, lender: tuple[subprocess.Popen[str], Remote]
+) -> None:
+    class Mute:
+        """Begins a write, and cannot say what becomes of it."""
+
+        def get_xfer_descs(self, *_: object) -> None: ...
+        def initialize_xfer(self, *_: object) -> None: ...
+        def transfer(self, _: object) -> str:
+            return "PROC"
+
+        def check_xfer_state(self, _: object) -> str:
+            raise RuntimeError("it cannot be asked")
+
+    _, there = lender
+    first, second = memory.reach(there), memory.reach(there)
+    assert first is not None
+    assert second is not None
+    agent, memory._agent = memory._agent, Mute()
+    assert not first.put(np.ones(1, np.uint8), 0, timeout_s=30, waiting=_nothing)
+    memory._agent = agent
+    stuck = [region for _, region in memory._stuck]
+    first.close()
+    first.close()  # once more is no second user less
+    assert list(memory._remotes.values()) == [1]
+    assert stuck
+    assert not set(map(id, stuck)) & set(map(id, memory._free))
+    second.close()
+    assert list(memory._remotes.values()) == [0]

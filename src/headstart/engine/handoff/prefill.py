@@ -233,7 +233,7 @@ class _Sending:
             self._listen()
             what = self._out.next(BEAT_S)
             if what is None:
-                self._session.send(Beat())
+                self._beat()
             elif isinstance(what, TokenEvent):
                 ended = ended or what.finish is not None
                 self._session.send(Told(encoded(_result(what))))

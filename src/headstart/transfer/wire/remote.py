@@ -177,11 +177,12 @@ class RemoteMemory:
         kept for that."""
         agent = self._agent
         told_s = time.monotonic()
+        state = ""
         try:
             local = agent.get_xfer_descs([(source.address, nbytes, 0)], "DRAM")
             there = agent.get_xfer_descs([(address, nbytes, 0)], "DRAM")
             handle = agent.initialize_xfer("WRITE", local, there, name)
-            state: str = agent.transfer(handle)
+            state = agent.transfer(handle)
             try:
                 while state == "PROC":
                     now_s = time.monotonic()
@@ -201,7 +202,8 @@ class RemoteMemory:
         except WireError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
-            return f"{type(error).__name__} {error}"
+            _log.debug("a write through NIXL failed", exc_info=True)
+            return "stuck" if state == "PROC" else f"{type(error).__name__} {error}"
         return "stuck" if state == "PROC" else state
 
 
@@ -229,6 +231,7 @@ class Reached:
         self._name = name
         self._remote = remote
         self._source: _Region | None = source
+        self._closed = False
         self.nbytes = min(remote.nbytes, source.view.nbytes)
 
     def put(self, data: Any, at: int, *, timeout_s: float, waiting: Callable[[], None]) -> bool:
@@ -251,10 +254,12 @@ class Reached:
 
     def close(self) -> None:
         """Let go of it. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         memory, source, self._source = self._memory, self._source, None
         with memory._condition:
-            if self._name in memory._remotes:
-                memory._remotes[self._name] = max(0, memory._remotes[self._name] - 1)
+            memory._remotes[self._name] -= 1
         if source is not None:
             memory._give_back(source, lent=False)
 
