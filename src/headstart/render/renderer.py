@@ -105,16 +105,16 @@ class Renderer:
     ) -> list[int]:
         """Return the token ids of a text that holds its special tokens already, as a template has written them; of several in
         order, and of tokens between them as they are."""
-        if not isinstance(text, str) and len(text) == 1 and isinstance(text[0], str):
-            text = text[0]
-        if isinstance(text, str):
-            return self._encode(text, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
         ids: list[int] = []
-        for part in text:
-            if isinstance(part, str):
-                ids += self._encode(part, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
-            else:
+        for part in (text,) if isinstance(text, str) else text:
+            if not isinstance(part, str):
                 ids += part
+                continue
+            tokens = self._encode(part, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
+            if ids:
+                ids += tokens
+            else:  # nearly all of a long conversation: not copied
+                ids = tokens
         return ids
 
     @cached_property
