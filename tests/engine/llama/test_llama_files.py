@@ -104,6 +104,15 @@ def test_a_file_whose_metadata_cannot_be_true_is_refused(key: str, value: int | 
     assert raised.value.message.endswith("; fetch the file again or give another")
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "granitehybrid"])
+def test_a_file_that_turns_none_of_a_heads_numbers_is_refused_where_libllama_would_compute_for_ever(
+    kind: Kind, tmp_path: Path
+) -> None:
+    file = make_gguf(tmp_path / "hostile.gguf", kind, says={f"{kind}.rope.dimension_count": 0})
+    with pytest.raises(ModelError, match=rf"cannot be loaded: its {kind}\.rope\.dimension_count is 0; fetch the file again"):
+        opened(file, tmp_path)
+
+
 def test_a_file_larger_than_what_is_free_is_refused_before_it_is_read(
     gguf: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,9 @@ class Weights:
             raise ModelError(f"{self.file} is no decoder that writes text token by token; give another model", path=self.file)
         if not self.vocabulary.size:
             raise ModelError(f"{self.file} has no vocabulary; give a file that has its tokenizer", path=self.file)
+        rotated = f"{self.metadata('general.architecture')}.rope.dimension_count"
+        if self.metadata(rotated) == "0" and not library.model_is_recurrent(model):  # libllama would compute for ever
+            raise ModelError(f"{self.file} cannot be loaded: its {rotated} is 0; {_FETCH} or give another", path=self.file)
 
 
 class _Loaded:
