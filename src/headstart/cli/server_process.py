@@ -20,6 +20,7 @@ from headstart.errors import HeadstartError
 class Answer:
     """One streamed answer as a client saw it. Times in seconds from sending the request."""
 
+    id: str
     text: str
     first_token_s: float
     total_s: float
@@ -124,6 +125,7 @@ class ServerProcess:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        id = ""
         text: list[str] = []
         usage: dict[str, Any] = {}
         first: float | None = None
@@ -138,6 +140,7 @@ class ServerProcess:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise HeadstartError(f"the server ended the answer: {event['error'].get('message')}")
+                id = event["id"]
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     piece = choice["delta"].get("content") or ""
@@ -147,7 +150,12 @@ class ServerProcess:
                         if on_text:
                             on_text(piece)
         total = time.perf_counter() - start
-        return Answer("".join(text), first if first is not None else total, total, usage)
+        return Answer(id, "".join(text), first if first is not None else total, total, usage)
+
+    def receipt(self, answer: Answer) -> dict[str, Any]:
+        """Return what the server says of an answer that it gave a while ago."""
+        told: dict[str, Any] = self._client.get(f"{self.url}/v1/headstart/requests/{answer.id}", timeout=30.0).json()
+        return told
 
     def metric(self, name: str, *, tier: str | None = None) -> float:
         """Sum of all samples of one series in /metrics, or of those of one tier; 0 when it is not there."""
