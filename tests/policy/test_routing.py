@@ -178,6 +178,28 @@ def test_a_session_may_stay_where_it_is_and_a_hot_prefix_may_not() -> None:
     assert spread.among(7, [0]) == [0]  # where there is nobody else
 
 
+def test_a_prefix_that_all_ask_for_is_computed_once_on_every_worker_that_has_nothing_to_do() -> None:
+    router = routing("a", "b", "c")
+    keys = prompt(*range(1, 32))
+    router.stored("a", keys)
+    went: list[str] = []
+    for number in range(60):
+        if number == 40:  # "b" is busy from now on with something else, for long
+            router.told("b", requests=3, waiting_tokens=100_000)
+        decision = router.choose(keys, tokens=2000, now_s=float(number))
+        assert decision is not None
+        router.sent(str(number), decision, tokens=2000, now_s=float(number))
+        router.first_token(str(number), now_s=number + 0.1)
+        router.finished(str(number), answer=10, now_s=number + 0.2)
+        if decision.worker not in went:
+            router.stored(decision.worker, keys)
+        went.append(decision.worker)
+    assert set(went[:12]) == {"a"}  # before it is asked for often, who has it answers
+    assert set(went[12:14]) == {"b", "c"}
+    assert len(set(went[14:40])) == 3  # then any of them
+    assert "b" not in went[40:]
+
+
 def routing(*names: str, **more: bool) -> Routing:
     found = Routing(block_tokens=64, random=Random(1), workers=8, blocks=10_000)
     for name in names:

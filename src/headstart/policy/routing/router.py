@@ -205,7 +205,8 @@ class Routing:
             rate=self._rate(now_s) / len(able),
         )
         key = _end_of_known(keys, runs)
-        allowed = self._spread.among(key, numbers)
+        idle = [worker.number for worker in able.values() if not worker.requests and not worker.others]
+        allowed = self._spread.among(key, numbers, idle=idle)
         places = list(range(len(names))) if len(allowed) == len(names) else [numbers.index(number) for number in allowed]
         best = found.cheapest(places, self._random)
 

@@ -7,7 +7,7 @@ have a system prompt in common all end at the same block, and that block's key i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _KEPT = 4096  # keys; the least lately asked for goes first
 _ENOUGH = 4  # requests a worker, before anything is said
@@ -20,19 +20,22 @@ class Spread:
     >>> spread = Spread()
     >>> for _ in range(40):
     ...     spread.sent(7, 0, of=4)
-    >>> spread.among(7, range(4))
-    [1, 2, 3]
+    >>> spread.among(7, range(4)), spread.among(7, range(4), idle=[3])
+    ([1, 2, 3], [3])
     """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[int, dict[int, float]] = OrderedDict()
 
-    def among(self, key: int | None, workers: Sequence[int]) -> list[int]:
-        """Return those of `workers` that may take it; all, where none may."""
+    def among(self, key: int | None, workers: Sequence[int], *, idle: Collection[int] = ()) -> list[int]:
+        """Return those of `workers` that may take it; all, where none may. `idle`: those that have nothing to do. What is asked
+        for so often is computed once on each of them, so that afterwards whoever is free is as good as any."""
         counts = self._counts.get(key) if key is not None else None
         total = sum(counts.values()) if counts is not None else 0.0
         if counts is None or total < _ENOUGH * len(workers):
             return list(workers)
+        if lacking := [worker for worker in workers if worker in idle and worker not in counts]:
+            return lacking
         most = _MOST * (total + 1) / len(workers) - 1
         return [worker for worker in workers if counts.get(worker, 0.0) <= most] or list(workers)
 
