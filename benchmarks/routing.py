@@ -77,7 +77,7 @@ def _workloads(workers: int, *, smoke: bool) -> dict[str, dict[str, Trace]]:
         },
         "one hot prefix": {
             load: hot_prefix(
-                requests=80 if smoke else 100 * workers,
+                requests=80 if smoke else max(2400, 100 * workers),  # of fewer, nine tenths at the high load are chance
                 per_s=per_s * workers,
                 shared=8192,
                 own=1024,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 _KEPT = 4096  # keys; the least lately asked for goes first
-_ENOUGH = 4  # requests a worker, before anything is said
+_ENOUGH = 2  # requests a worker, before anything is said
 _MOST = 1.6  # times the mean: what a worker may have of one prefix
 
 
@@ -46,7 +46,7 @@ class Spread:
         counts = self._counts.setdefault(key, {})
         self._counts.move_to_end(key)
         counts[worker] = counts.get(worker, 0.0) + 1
-        if sum(counts.values()) > 8 * _ENOUGH * of:
+        if sum(counts.values()) > 16 * _ENOUGH * of:
             for one in counts:
                 counts[one] /= 2
         if len(self._counts) > _KEPT:
