@@ -123,6 +123,14 @@ def test_processes_share_the_nodes_memory_without_any_disk(attach: Attach, share
     assert torch.equal(target.kv_buffer, pool.kv_buffer)
 
 
+def test_pages_without_tokens_are_told_to_no_router(attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    socket = tmp_path / "events"
+    backend = attach(pool := filled(1, seed=12), **{"cache.kv_events": f"ipc://{socket}"})
+    assert backend.batch_set_v1(keys(1), pool.indices(0)) == [True]
+    assert not socket.exists()
+    assert "--kv-events-config" in caplog.text
+
+
 def test_more_pages_than_wait_at_once_are_kept(attach: Attach) -> None:
     pool, names = filled(128, seed=3), keys(128)
     backend = attach(pool)

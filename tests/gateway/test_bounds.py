@@ -89,6 +89,39 @@ def test_blocks_whose_parent_is_not_known_or_that_something_keeps_apart_have_no_
     assert translator.stored(TheirStored([3], 19, block[:10], 64)) == []  # fewer tokens than it says
 
 
+def test_a_block_in_several_media_is_gone_from_each_plane_with_the_last_of_them() -> None:
+    translator = Translator(lambda adapter: bytes(32), most=100)
+    block = list(range(64))
+    key = chain_keys(block, root=bytes(32))
+
+    def stored(medium: str | None) -> list[bytes]:
+        return translator.stored(TheirStored([1], None, block, 64, medium=medium))
+
+    def removed(medium: str | None) -> list[bytes]:
+        return translator.removed(TheirRemoved([1], medium))
+
+    assert [stored(medium) for medium in ("GPU", "CPU_PINNED", "DISK")] == [key] * 3
+    assert removed("GPU") == []  # SGLang and vLLM write to the host's memory first, and then let go on the GPU
+    assert translator.stored(TheirStored([2], 1, block, 64, medium="CPU_PINNED")) != []  # what follows it has a name still
+    assert removed("CPU_PINNED") == key
+    assert removed("DISK") == key
+    assert removed("DISK") == []
+    assert translator.stored(TheirStored([2], 1, block, 64)) == []
+
+
+def test_blocks_under_a_salt_of_sglang_s_are_passed_over_and_its_pairs_are_their_first_tokens() -> None:
+    def stored(**more: Any) -> list[bytes]:
+        event = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": list(range(64))}
+        event |= {"block_size": 64, "lora_id": None, "medium": "GPU"}
+        read = msgspec.msgpack.decode(msgspec.msgpack.encode(event | more), type=TheirStored)
+        return Translator(lambda adapter: bytes(32), most=100).stored(read)
+
+    right = chain_keys(range(64), root=bytes(32))
+    assert stored() == stored(session_id="7") == right
+    assert stored(cache_salt="acme") == []
+    assert stored(token_ids=[(token, token + 1) for token in range(64)]) == right
+
+
 class Loop:
     """An event loop in a thread, and what was handed to it."""
 

@@ -45,8 +45,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
 
 
-def controller_room(folder: Path) -> Any:
-    """Import SGLang's cache controller from an unpacked wheel."""
+def make_importable(folder: Path) -> None:
+    """Let SGLang's rooms be imported from an unpacked wheel."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembered before there is a stand-in
@@ -56,9 +56,6 @@ def controller_room(folder: Path) -> Any:
         module.__path__ = [str(folder / name.replace(".", "/"))]
         sys.modules[name] = module
     warnings.simplefilter("ignore")
-    import sglang.srt.managers.cache_controller as room
-
-    return room
 
 
 def pools(kind: str) -> tuple[Any, Any]:
@@ -120,7 +117,9 @@ def filling(host: Any, pages: int) -> Any:
 def main(folder: Path, model: str, store: str, act: str, kind: str) -> dict[str, Any]:
     import torch
 
-    room = controller_room(folder)
+    make_importable(folder)
+    import sglang.srt.managers.cache_controller as room
+
     controller = attached(room, kind, model, store)
     host = controller.mem_pool_host
     tokens = torch.randint(5, 500, (8 * PAGE,), generator=torch.Generator().manual_seed(1)).tolist()

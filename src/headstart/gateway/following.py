@@ -25,10 +25,8 @@ from typing import Any
 import msgspec
 
 from headstart.errors import MissingExtra
-from headstart.events import MEMORY
-from headstart.gateway.translating import AllBlocksCleared, BlockRemoved, BlockStored, Translator, own_keys
-from headstart.policy.routing.holders import DISK, Keys, keys_of
-from headstart.policy.routing.holders import MEMORY as IN_MEMORY
+from headstart.gateway.translating import AllBlocksCleared, BlockRemoved, BlockStored, Translator, own_keys, plane_of
+from headstart.policy.routing.holders import Keys, keys_of
 
 _WAIT_MS = 200
 _REPLAY_S = 10.0  # in which all that was missed must begin to come, and go on coming
@@ -287,8 +285,3 @@ def changed(
         if keys:
             changes.append((came, plane_of(event.medium), keys_of(keys)))
     return Change(forget, tuple(changes))
-
-
-def plane_of(medium: str | None) -> int:
-    """Return where that is: engines have other words than ours for memory (GPU), and None where they have but one place."""
-    return IN_MEMORY if medium in (None, "GPU", MEMORY) else DISK

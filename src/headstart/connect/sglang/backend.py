@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +73,12 @@ class HeadstartHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang tells no
         given = dict((storage_config.extra_config or {}).get("headstart") or {})
         own = {name: given.pop(name, None) for name in _OWN}
         config = load_config(overrides={**given, "cache.memory": "0"})  # the host pool is the memory tier
+        if config.cache.kv_events:
+            _log.warning(
+                "cache.kv_events is left out: pages come without their tokens, so no router could use what is told of them; "
+                "SGLang tells of its own memory with --kv-events-config"
+            )
+            config = replace(config, cache=replace(config.cache, kv_events=""))
         model, version = own["model"] or storage_config.model_name, own["version"]
         identity = named_by_pages(_identity_of(model, version, digests=config.models_directory.expanduser() / "digests.json"))
         self.counters = Counters()
