@@ -176,6 +176,7 @@ def test_a_policy_by_which_a_failed_read_fails_its_request_is_warned_of_at_the_s
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"mode": mode},
         ),
+        model_config=SimpleNamespace(multimodal_config=None),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )

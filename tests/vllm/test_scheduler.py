@@ -5,14 +5,17 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import worker_kit as kit
+from vllm.lora.request import LoRARequest
 
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.messages import Handshake
 from headstart.connect.vllm.scheduler import Scheduler
 from headstart.connect.vllm.settings import read_settings
@@ -169,6 +172,25 @@ def test_what_is_stored_of_a_request_that_waits_is_brought_to_the_nodes_memory(
     scheduler.ended(request("given up"), [])
     assert not scheduler._queued
     scheduler.close()
+
+
+def test_an_adapter_that_changes_behind_the_offer_is_loaded_as_offered_and_not_saved(
+    tmp_path: Path, worker: Worker, scheduler: Scheduler
+) -> None:
+    (tmp_path / "lora").mkdir()
+    file = tmp_path / "lora" / "adapter_model.safetensors"
+    file.write_bytes(b"one")
+    lora = LoRARequest("sql", 1, str(file.parent))
+    digest = AdapterDigests(read_settings({"models_directory": str(tmp_path)})).of(lora)
+    assert digest is not None
+    kit.save(worker, replace(kit.prompt(128), adapters=(digest,)), range(1, 9))
+    asked = request(lora_request=lora)
+    assert found(scheduler, asked, 0) == (128, True)
+    file.write_bytes(b"another")
+    scheduler.allocated(asked, [list(range(1, 14))], 128)
+    orders = step(scheduler, [list(range(1, 14))], it=TOKENS)
+    assert [(order.prompt.adapters, len(order.prompt.tokens)) for order in orders.loads] == [((digest,), 4 * 128)]
+    assert not orders.saves
 
 
 def test_what_is_stored_is_offered_beyond_what_vllm_has_and_ordered_once_there_are_blocks(scheduler: Scheduler) -> None:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from headstart.connect.vllm.identity import media_digest
 from headstart.connect.vllm.layout import NotStored, is_recurrent, stored_groups
 from headstart.connect.vllm.messages import Handshake, Orders, Rank, Report
 from headstart.connect.vllm.scheduler import Scheduler
@@ -63,6 +64,7 @@ class HeadstartConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             recurrent=frozenset(number for number, group in enumerate(groups) if is_recurrent(group)),
             save_always=_slides(kv_cache_config),
             chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            media=media_digest(vllm_config.model_config),
         )
 
     @property

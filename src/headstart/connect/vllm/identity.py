@@ -15,6 +15,9 @@ from headstart.connect.vllm.settings import ConnectorSettings
 from headstart.engine.checkpoint import file_digests, identity_of, read_config
 from headstart.errors import ModelError
 
+_MEDIA_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method")
+_MEDIA_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_CHANGED = ("an adapter that was changed after it was loaded",)
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor", "mmap"})
 
 
@@ -59,25 +62,50 @@ def checkpoint_folder(model: str, revision: str | None) -> Path:
         raise NotStored(f"the files of {model} are not on this machine ({error}), so its weights cannot be told") from error
 
 
+def media_digest(model_config: Any) -> bytes:
+    """Return how images and sounds are made tokens of: settings and files of the model's processor. vLLM's own digests of media
+    leave out what no request can change; they do not outlive its process, and what is stored does."""
+    media = getattr(model_config, "multimodal_config", None)
+    if media is None:
+        return b""
+    said = [getattr(media, name, None) for name in _MEDIA_SETTINGS]
+    total = hashlib.sha256(b"headstart vllm media 1\0" + json.dumps(said, sort_keys=True, default=repr).encode())
+    try:
+        folder = checkpoint_folder(model_config.model, model_config.revision)
+    except NotStored:  # then nothing is stored at all
+        return total.digest()
+    for name in _MEDIA_FILES:
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            content = b""
+        total.update(struct.pack("<Q", len(content)) + content)
+    return total.digest()
+
+
 class AdapterDigests:
     """Content digests of LoRA folders, in the order in which they were asked for. For one thread."""
 
     def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
         self._known: dict[tuple[object, ...], bytes | None] = {}
+        self._loaded: dict[int, tuple[object, ...]] = {}
 
-    def of(self, lora_path: str) -> bytes | None:
-        """Return the digest of the adapter in a folder, None where there is no such folder on this machine or it cannot be
-        read: a request with it is not for the cache. A folder whose files were changed is digested again."""
-        folder = Path(lora_path).expanduser()
+    def of(self, lora: Any) -> bytes | None:
+        """Return the digest of the adapter that a request names, by vLLM's `LoRARequest`. None, and the request is not for the
+        cache, where its folder is not on this machine or cannot be read, and where it is not what it was when the adapter's
+        number was first seen: which of the two vLLM computes with, and since when, is not known."""
+        folder = Path(lora.lora_path).expanduser()
         try:
             files = sorted(file for file in folder.iterdir() if file.name == "adapter_config.json" or _holds_weights(file))
-            facts = tuple((file.name, *_facts(file)) for file in files)
+            asked = (str(folder.resolve()), *((file.name, *_facts(file)) for file in files))
         except OSError:
             return None
         if not any(_holds_weights(file) for file in files):
             return None
-        asked = (str(folder.resolve()), *facts)
+        if self._loaded.setdefault(lora.lora_int_id, asked) != asked:
+            self._loaded[lora.lora_int_id] = _CHANGED
+            return None
         if asked not in self._known:
             try:
                 self._known[asked] = _adapter_digest(files, self._settings)

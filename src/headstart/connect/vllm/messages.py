@@ -55,6 +55,11 @@ class Prompt:
     def array(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self.tokens, "<u4")
 
+    def first(self, tokens: int) -> Prompt:
+        """Return what it begins with."""
+        contents = tuple(content for content in self.contents if content.start < tokens)
+        return replace(self, tokens=self.tokens[: 4 * tokens], contents=contents)
+
     def identity(self, base: Identity) -> Identity | None:
         """Return the identity that differs from the cache's own, None where none does."""
         return replace(base, adapters=self.adapters) if self.adapters else None

@@ -16,14 +16,15 @@ from headstart.connect.vllm.messages import Prompt
 _MOST_BYTES = 255
 
 
-def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt | None:
+def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests, media: bytes = b"") -> Prompt | None:
     """Return the first `tokens` tokens of a request and all that tells them from the same tokens elsewhere; None where not all
-    of it can be told: embeddings instead of tokens, an adapter whose files are not here."""
+    of it can be told: embeddings instead of tokens, an adapter whose files are not here or were changed. `media`: how media are
+    made tokens of."""
     if request.prompt_embeds is not None:
         return None
     digests: tuple[bytes, ...] = ()
     if request.lora_request is not None:
-        digest = adapters.of(request.lora_request.lora_path)
+        digest = adapters.of(request.lora_request)
         if digest is None:
             return None
         digests = (digest,)
@@ -36,7 +37,7 @@ def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt 
         salt=request.cache_salt or None,
         adapters=digests,
         contents=tuple(
-            _content(feature)
+            _content(feature, media)
             for feature in request.mm_features
             if feature.mm_position.offset < tokens and feature.mm_position.length
         ),
@@ -47,12 +48,12 @@ def prompt_of(request: Any, tokens: int, *, adapters: AdapterDigests) -> Prompt 
     )
 
 
-def _content(feature: Any) -> Content:
+def _content(feature: Any, media: bytes) -> Content:
     """vLLM's identifier is a digest of the content, or the name that a user gave it; with an adapter that changes the encoder,
     of both."""
-    named = f"{feature.modality}\0{feature.identifier}".encode()
+    named = media + f"\0{feature.modality}\0{feature.identifier}".encode()
     place = feature.mm_position
-    return Content(place.offset, place.length, sha256(b"headstart vllm content 1\0" + named).digest())
+    return Content(place.offset, place.length, sha256(b"headstart vllm content 2\0" + named).digest())
 
 
 def _retention(value: object) -> str:

@@ -27,7 +27,7 @@ from headstart.config import ANY_DISK_BYTES, parse_size
 from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.loading import NULL_BLOCK
 from headstart.connect.vllm.lookups import AVOID_S, LOOKUP_S, Finding, Lookups
-from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Rank, SaveOrder, StateBlocks, Tables
+from headstart.connect.vllm.messages import Handshake, LoadOrder, Orders, Prompt, Rank, SaveOrder, StateBlocks, Tables
 from headstart.connect.vllm.observing import Observer
 from headstart.connect.vllm.requests import prompt_of
 from headstart.connect.vllm.settings import ConnectorSettings
@@ -78,7 +78,8 @@ class Scheduler:
     """Called by vLLM's scheduler alone, from its one thread.
 
     `block_tokens`: by KV cache group. `recurrent`: those that hold states, not KV. `save_always`: pages may be gone by the end
-    of a prompt, as before a sliding window. `chunk_tokens`: the most that a step computes."""
+    of a prompt, as before a sliding window. `chunk_tokens`: the most that a step computes. `media`: how media are made
+    tokens of."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Scheduler:
         save_always: bool,
         chunk_tokens: int,
         recurrent: frozenset[int] = frozenset(),
+        media: bytes = b"",
     ) -> None:
         self._settings = settings
         self._ranks = ranks
@@ -98,6 +100,7 @@ class Scheduler:
         self._taking = Taking()
         self._counters = self._taking.counters
         self._adapters = AdapterDigests(settings)
+        self._media = media
         self._requests: dict[str, _Request] = {}
         self._queued: dict[str, Any] = {}  # that have come and were not asked for yet, in that order
         self._handshakes: dict[Rank, Handshake] = {}
@@ -196,7 +199,7 @@ class Scheduler:
         if self._lookups is None or one.failed:
             return 0, False
         if one.found.stale(request.num_tokens, time.monotonic()):
-            prompt = prompt_of(request, request.num_tokens, adapters=self._adapters)
+            prompt = self._prompt(request, request.num_tokens)
             self._lookups.begin(one.found, prompt, of=request.num_tokens)
             one.plan = None
         found = self._lookups.answer(one.found)
@@ -228,8 +231,9 @@ class Scheduler:
             one.found.release()
             return
         tokens = one.local + external_tokens
-        prompt = prompt_of(request, tokens, adapters=self._adapters)
-        assert prompt is not None, "vLLM expects tokens that were not offered"
+        offered = one.found.prompt
+        assert offered is not None, "vLLM expects tokens that were not offered"
+        prompt = offered.first(tokens)
         self._counters.add("matched_tokens", external_tokens)
         self._trying.tries(time.monotonic())
         one.account = ReadAccount(self._speeds, one.stretches, one.local, tokens)
@@ -320,9 +324,12 @@ class Scheduler:
         if not self._queued or self._lookups is None or self._lookups.bringing:
             return
         request = self._queued.pop(next(iter(self._queued)))
-        prompt = None if request.skip_reading_prefix_cache else prompt_of(request, request.num_tokens, adapters=self._adapters)
+        prompt = None if request.skip_reading_prefix_cache else self._prompt(request, request.num_tokens)
         if prompt is not None:
             self._lookups.bring(prompt)
+
+    def _prompt(self, request: Any, tokens: int) -> Prompt | None:
+        return prompt_of(request, tokens, adapters=self._adapters, media=self._media)
 
     def _known(self, request: Any) -> _Request:
         return self._requests.setdefault(request.request_id, _Request(request))
@@ -333,7 +340,7 @@ class Scheduler:
         if one.account is not None:
             one.account.late(1, of=1)  # if it was slow: not even all of it had come by now
         one.read(0, cancelled=True)
-        prompt = prompt_of(one.request, one.stored, adapters=self._adapters)
+        prompt = self._prompt(one.request, one.stored)
         if prompt is not None and self._lookups is not None:
             self._lookups.avoid(prompt, arrived=arrived)
         one.stored, one.failed = 0, True  # what could not be read is saved again once it is computed
@@ -371,7 +378,7 @@ class Scheduler:
                 end = (at + table[at:].index(NULL_BLOCK)) * self._block_tokens[group] // self._piece * self._piece
         if end <= first or (states and end < done):
             return False
-        prompt = prompt_of(one.request, end, adapters=self._adapters)
+        prompt = self._prompt(one.request, end)
         if prompt is None:
             self._counters.add("uncacheable_requests", int(last))
             return False
@@ -391,7 +398,7 @@ class Scheduler:
     def _observe(self, one: _Request, observer: Observer) -> None:
         if one.keys is not None:
             return  # asked before
-        prompt = prompt_of(one.request, one.request.num_tokens, adapters=self._adapters)
+        prompt = self._prompt(one.request, one.request.num_tokens)
         assert self._identity is not None
         if prompt is None:
             return
