@@ -3,8 +3,9 @@
 Each connector gets the same prompts, on a vLLM of its own over an empty directory: computed cold, everything killed, the page
 cache emptied of its files, everything started again, asked again. `none` is vLLM without a connector: what cold costs there,
 and a hit in its own memory as the floor. All take turns, in rounds, every other round the other way about. What cold costs is
-told by CPU seconds too, of all processes, until nothing is written any more. Needs the environment that `make test-vllm` makes,
-and the model.
+told by CPU seconds too, of all processes, until nothing is written any more. Others' processes take a core away even where they
+are niced (the kernel weighs sessions before what is in them), and vLLM's threads then take turns on the other: so it is told
+what others took meanwhile. Needs the environment that `make test-vllm` makes, and the model.
 
 LMCache changes many of vLLM's packages, so it takes part only where a second environment has it (build/venv-lmcache: a copy of
 the first, and `pip install lmcache==0.5.6`). Its MP connector with its file tier, by a server of its own that is killed too.
@@ -31,7 +32,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness import benchmark_home, where_it_ran
-from benchmarks.vllm_server import ROOT, Answer, connector, group_cpu_s, serving
+from benchmarks.vllm_server import ROOT, Answer, connector, group_cpu_s, machine_cpu_s, serving
 from headstart.tier import page_cache
 
 PYTHON = ROOT / "build" / "venv-vllm" / "bin" / "python"
@@ -64,8 +65,8 @@ def lmcache(directory: Path) -> dict[str, Any]:
 def lmcache_server(directory: Path) -> Iterator[int | None]:
     """LMCache's own server over files, started before vLLM and killed with it; gives its process group."""
     directory.mkdir(parents=True, exist_ok=True)
-    command = [str(LMCACHE.parent / "lmcache"), "server", "--port", str(LMCACHE_PORT), "--l1-size-gb", "1"]
-    command += ["--supported-transfer-mode", "engine_driven", "--http-port", str(LMCACHE_PORT + 1)]
+    command = [str(LMCACHE.parent / "lmcache"), "server", "--port", str(LMCACHE_PORT), "--http-port", str(LMCACHE_PORT + 1)]
+    command += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
     command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(directory)})]
     with (directory.parent / "lmcache.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -161,8 +162,10 @@ def _measure(
         groups = [server.process.pid, *([] if beside is None else [beside])]
         server.ask(warm_up)
         _wait_until_written(directory)
-        before_s = sum(map(group_cpu_s, groups))
+        began_s, busy_s, before_s = time.monotonic(), machine_cpu_s(), sum(map(group_cpu_s, groups))
         cold = [server.ask(prompt) for prompt in prompts]
+        others_s = machine_cpu_s() - busy_s - (sum(map(group_cpu_s, groups)) - before_s)
+        found["others"].append(round(others_s / (time.monotonic() - began_s) / (os.cpu_count() or 1), 3))
         _wait_until_written(directory)
         found["cold_cpu_s"].append(round((sum(map(group_cpu_s, groups)) - before_s) / len(prompts), 3))
         if plain:
@@ -189,17 +192,18 @@ def table(result: dict[str, Any]) -> str:
         f"{result['prompts']} prompts of {result['tokens']:,} tokens, vLLM 0.32 on a CPU, SmolLM2-135M in float32; medians "
         "[least … most] of the time to the first token. The row without a connector hits in vLLM's own memory. CPU: seconds of "
         "all processes for a cold prompt, the rounds' median. The machine's load average at the end: "
-        f"{result['load_average']:.1f}.",
+        f"{result['load_average']:.1f}. Others: the share of the cores that others had during a row's cold prompts.",
         "",
-        "| connector | cold | to none | CPU, cold | to none | hit, restarted, page cache emptied | cold ÷ hit | on disk "
-        "| same tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| connector | cold | to none | CPU, cold | to none | others | hit, restarted, page cache emptied | cold ÷ hit "
+        "| on disk | same tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in result["connectors"].items():
         cold, hit, cpu = (statistics.median(one[what]) for what in ("cold_s", "hit_s", "cold_cpu_s"))
         rows.append(
             f"| {name} | {_spread(one['cold_s'])} | {cold / statistics.median(plain['cold_s']):.2f} | {cpu:.2f} s | "
-            f"{cpu / statistics.median(plain['cold_cpu_s']):.2f} | {_spread(one['hit_s'])} | {cold / hit:.1f} | "
+            f"{cpu / statistics.median(plain['cold_cpu_s']):.2f} | {statistics.median(one['others']):.0%} | "
+            f"{_spread(one['hit_s'])} | {cold / hit:.1f} | "
             f"{statistics.median(one['bytes']) / 1e6:,.0f} MB | {'yes' if all(one['same']) else 'no'} |"
         )
     for name, error in result["failed"].items():

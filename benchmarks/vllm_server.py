@@ -125,6 +125,12 @@ def group_cpu_s(group: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def machine_cpu_s() -> float:
+    """Return CPU seconds that the machine's cores have not been idle, with those that a host below took from them."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
 def serving(
     model: Path,
