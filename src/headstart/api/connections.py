@@ -23,6 +23,7 @@ from headstart.errors import RequestError
 
 HEAD_S = 30.0  # in which the headers of a request must have come, from the connection's opening or their first byte on
 HEAD_BYTES = 64 << 10
+_BODY_BYTES = 256 << 10  # of one body, before anybody counts them
 _LOOK_S = 0.02  # how often, at first, it is looked whether who sends no more has gone
 _TCP_CLOSE = 7  # of the kernel's states
 _TOLD_S = 60.0  # how often the log says that there are too many
@@ -152,6 +153,16 @@ class _Connection(HttpToolsProtocol):
         if version == "1.0":  # which knows no chunks: what comes until the connection ends is the answer
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
         self._cycles = [*unanswered, self.cycle]
+
+    def on_body(self, body: bytes) -> None:
+        """Keep it until there is much or all of it: who reads it needs it whole, and is woken once."""
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > _BODY_BYTES:
+            self.flow.pause_reading()
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
