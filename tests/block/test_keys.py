@@ -250,7 +250,7 @@ def test_c_and_hashlib_make_the_same_keys(monkeypatch: pytest.MonkeyPatch, block
 
 def test_a_library_that_makes_other_keys_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
-        class headstart_chain:  # noqa: N801 - as the function is called
+        class headstart_chain:
             def __new__(cls, *arguments: object) -> None:  # type: ignore[misc]  # hashes nothing, as on another processor
                 return None
 

@@ -117,8 +117,8 @@ class _Connection(HttpToolsProtocol):
                 self._parse_without_offer()
 
     def _parse_without_offer(self) -> None:
-        """Take a head that offers another protocol as if it did not. The parser takes it that what comes behind is spoken in that
-        one, and for no body."""
+        """Take a head that offers another protocol as if it did not: the parser believes that what comes behind is spoken in
+        that one, and is no body."""
         offers = (b"upgrade", b"connection", b"http2-settings")
         kept = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name not in offers]
         head = b"".join((self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n", *kept, b"\r\n"))
@@ -159,6 +159,8 @@ class _Connection(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.response_complete:
             return
+        if not isinstance(cycle.body, _Pieces):
+            cycle.body = _Pieces()  # type: ignore[assignment]  # as much as a cycle needs
         cycle.body += body
         if len(cycle.body) > _BODY_BYTES:
             self.flow.pause_reading()
@@ -210,6 +212,25 @@ class _Connection(HttpToolsProtocol):
 
 class _Wrong(Exception):
     """A head that the parser lets pass."""
+
+
+class _Pieces:
+    """A body as it comes, put together once."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+
+    def __iadd__(self, piece: bytes) -> _Pieces:
+        self._pieces.append(piece)
+        self._bytes += len(piece)
+        return self
+
+    def __len__(self) -> int:
+        return self._bytes
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._pieces)
 
 
 class _HeadFirst:
