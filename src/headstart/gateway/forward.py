@@ -159,14 +159,18 @@ class Flight:
                         f"the worker that answered was lost midway ({_public(missed)}); send the request again",
                         code="worker_lost",
                     ) from missed
-                if broken >= _BROKEN:
+                if broken >= _BROKEN and all_lack and self._worth_waiting(until_s):
+                    but |= {id for id, worker in fleet.workers.items() if worker.state(fleet.clock()) == "ready"}
+                    lacking |= but  # the others are not asked: most likely they lack it, too
+                elif broken >= _BROKEN:
                     if missed.answer is not None:
                         raise Refused(missed.answer) from missed
                     raise WorkerFailed(
                         f"{broken} workers failed on this request, the last one: {_public(missed)}", code="workers_failed"
                     ) from missed
             except Nobody:
-                final = busy or (last if all_lack else None)  # who has it and has no room says more than who lacks it
+                lack = last if all_lack and not self._worth_waiting(until_s) else None
+                final = busy or lack  # who has it and has no room says more than who lacks it
                 if final is not None and final.answer is not None:
                     raise Refused(final.answer) from final
                 if busy is not None:
@@ -182,6 +186,10 @@ class Flight:
                         await changed.wait()
                 except TimeoutError:
                     pass
+
+    def _worth_waiting(self, until_s: float) -> bool:
+        """Whether somebody who starts may have what others lack, while there is time."""
+        return self.order.pinned is None and self.fleet.clock() < until_s and self.fleet.may_come(self.order.model)
 
     def _nobody(self) -> RequestError:
         if self.order.pinned is not None:
