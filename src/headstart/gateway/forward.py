@@ -240,13 +240,16 @@ class Flight:
                     self._failed_early(sent)
                 if mark is Mark.QUIET or (mark is Mark.USAGE and self.strip_usage):
                     continue  # quiet is kept here, whatever workers do about it
-                if not self.told:
+                first = not self.told
+                if first:
                     self._first(sent)
                     event = b"".join((*held, event))
                 if not named and self.seen.id:
                     named = True
                     self.on_named(self.seen.id, sent.worker.id)
                 await self._queue.put(event)
+                if first:
+                    await asyncio.sleep(0)  # it goes out before what came with it is looked at
         except Garbled as error:
             raise Missed(sent.worker, Kind.BROKE, error.message) from error
         if not self.seen.ended and self.seen.error is None:
