@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import select
@@ -245,3 +246,22 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one() -> None
         client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + offer + b"\r\nGET /ver")
         client.sendall(b"sion HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert read_all(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_body_is_what_was_sent_however_it_comes() -> None:
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
+    ends = [*range(0, 20_000, 7), *range(20_001, 40_000, 4096)]
+    pieces = [body[begin:end] for begin, end in itertools.pairwise([*ends, len(body)])]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    engine = FakeEngine()
+    with running(engine) as server, connected(server.url) as client:
+        client.sendall(HEAD.replace(b"completions", b"completions/render") + b"Transfer-Encoding: chunked\r\n\r\n")
+        client.sendall(chunks)
+        whole = httpx.post(f"{server.url}/v1/completions/render", json={"prompt": text, "max_tokens": 1}, timeout=60)
+        got = b""
+        while whole.content not in got:
+            piece = client.recv(1 << 16)
+            assert piece, got[:1000]
+            got += piece
+    assert whole.status_code == 200

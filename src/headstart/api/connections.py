@@ -24,6 +24,7 @@ from headstart.errors import RequestError
 HEAD_S = 30.0  # in which the headers of a request must have come, from the connection's opening or their first byte on
 HEAD_BYTES = 64 << 10
 _BODY_BYTES = 256 << 10  # of one body, before anybody counts them
+_SMALL_BYTES = 4096
 _LOOK_S = 0.02  # how often, at first, it is looked whether who sends no more has gone
 _TCP_CLOSE = 7  # of the kernel's states
 _TOLD_S = 60.0  # how often the log says that there are too many
@@ -215,14 +216,19 @@ class _Wrong(Exception):
 
 
 class _Pieces:
-    """A body as it comes, put together once."""
+    """A body as it comes, put together once; but small ones at once, each of which would take more than it holds."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | bytearray] = []
         self._bytes = 0
 
     def __iadd__(self, piece: bytes) -> _Pieces:
-        self._pieces.append(piece)
+        if len(piece) >= _SMALL_BYTES:
+            self._pieces.append(piece)
+        elif self._pieces and isinstance(last := self._pieces[-1], bytearray):
+            last += piece
+        else:
+            self._pieces.append(bytearray(piece))
         self._bytes += len(piece)
         return self
 
