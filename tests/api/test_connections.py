@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import select
@@ -111,8 +112,11 @@ def test_there_are_only_so_many_connections_and_the_log_says_so_once(caplog: pyt
         HEAD + b"Content-Length: -5\r\n\r\n",
         HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
         b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        b"GET /version HTTP/2.0\r\nHost: localhost\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nnone\r\n",
     ],
-    ids=["no host", "not http", "negative length", "two lengths", "large head"],
+    ids=["no host", "not http", "negative length", "two lengths", "large head", "two hosts", "another http", "bad chunk"],
 )
 def test_what_is_not_http_is_answered_like_any_mistake(sent: bytes) -> None:
     with listening(Service()) as url, connected(url) as client:
@@ -178,3 +182,86 @@ def test_a_body_that_is_framed_twice_is_refused_and_nothing_behind_it_is_read() 
     assert got.startswith(b"HTTP/1.1 400 ")
     assert b"both content-length and transfer-encoding" in got
     assert b'"version"' not in got
+
+
+def test_a_head_without_end_is_refused_before_it_is_much() -> None:
+    with listening(Service()) as url, connected(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: ")
+        sent = 0
+        try:
+            while sent < 64 << 20:
+                sent += client.send(b"x" * (1 << 16))
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    assert sent < 64 << 20
+
+
+def test_who_asks_for_two_things_at_once_and_leaves_has_both_ended() -> None:
+    engine = FakeEngine(answer=b"Rome.")
+    engine.gate.clear()
+    body = b'{"prompt": "x", "max_tokens": 5, "stream": true}'
+    head = HEAD + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+    with running(engine) as server, connected(server.url) as client:
+        client.sendall(2 * (head + body))
+        eventually(lambda: engine.load().running == 1)
+        client.close()
+        eventually(lambda: len(engine.aborted) == 1)
+        engine.gate.set()
+
+
+def test_two_requests_sent_at_once_are_answered_one_after_the_other() -> None:
+    body = b'{"prompt": "x", "max_tokens": 5}'
+    head = HEAD + b"Content-Length: " + str(len(body)).encode() + b"\r\n"
+    with running(FakeEngine(answer=b"Rome.")) as server, connected(server.url) as client:
+        client.sendall(head + b"\r\n" + body + head + b"Connection: close\r\n\r\n" + body)
+        got = read_all(client)
+    assert got.count(b"HTTP/1.1 200 OK") == got.count(b"Rome.") == 2
+
+
+def test_an_old_client_gets_its_stream_without_chunks_and_then_the_end_of_the_connection() -> None:
+    body = b'{"prompt": "x", "max_tokens": 5, "stream": true}'
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+    with running(FakeEngine(answer=b"Rome.")) as server, connected(server.url) as client:
+        client.sendall(head + body)
+        named, _, got = read_all(client).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in named.lower()
+    assert got.startswith(b"data: ")
+    assert got.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one() -> None:
+    """As Java's own client does at first."""
+    body = b'{"prompt": "x", "max_tokens": 5}'
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+    head = HEAD + offer + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+    with running(FakeEngine(answer=b"Rome.")) as server, connected(server.url) as client:
+        client.sendall(head)
+        client.sendall(body)
+        got = b""
+        while b"Rome." not in got:
+            piece = client.recv(1 << 16)
+            assert piece
+            got += piece
+        ask_version(client)
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + offer + b"\r\nGET /ver")
+        client.sendall(b"sion HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert read_all(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_body_is_what_was_sent_however_it_comes() -> None:
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
+    body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
+    ends = [*range(0, 20_000, 7), *range(20_001, 40_000, 4096)]
+    pieces = [body[begin:end] for begin, end in itertools.pairwise([*ends, len(body)])]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    engine = FakeEngine()
+    with running(engine) as server, connected(server.url) as client:
+        client.sendall(HEAD.replace(b"completions", b"completions/render") + b"Transfer-Encoding: chunked\r\n\r\n")
+        client.sendall(chunks)
+        whole = httpx.post(f"{server.url}/v1/completions/render", json={"prompt": text, "max_tokens": 1}, timeout=60)
+        got = b""
+        while whole.content not in got:
+            piece = client.recv(1 << 16)
+            assert piece, got[:1000]
+            got += piece
+    assert whole.status_code == 200

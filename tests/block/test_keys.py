@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headstart.block import keys as keys_module
 from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, Content, block_extras, chain_keys
+from headstart.block.native import native_chain
 
 ROOT = Identity(weights=b"w" * 32, architecture=b"{}").root()
 DIGEST = bytes(range(32))
@@ -231,3 +233,30 @@ def test_keys_are_the_same_in_every_process(seed):
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     answer = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == chain_keys(range(64), root=ROOT, salt="s")[0].hex()
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+@pytest.mark.parametrize("blocks", [0, 1, 4, 5, 77])
+def test_c_and_hashlib_make_the_same_keys(monkeypatch: pytest.MonkeyPatch, blocks: int, salt: str | None) -> None:
+    if native_chain() is None:
+        pytest.skip("headstart was installed without its C, or the processor has no instructions for SHA-256")
+    tokens = np.random.default_rng(blocks).integers(0, 2**32, 64 * blocks + 7).astype(np.uint32)
+    contents = [Content(start=64 * 7 + 3, tokens=200, digest=DIGEST)]
+    made = [chain_keys(tokens, root=ROOT, salt=salt, shared_tokens=64 * 5, contents=some) for some in ([], contents)]
+    monkeypatch.setattr(keys_module, "native_chain", lambda: None)
+    assert made == [chain_keys(tokens, root=ROOT, salt=salt, shared_tokens=64 * 5, contents=some) for some in ([], contents)]
+    assert all(len(keys) == blocks for keys in made)
+
+
+def test_a_library_that_makes_other_keys_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        class headstart_chain:
+            def __new__(cls, *arguments: object) -> None:  # type: ignore[misc]  # hashes nothing, as on another processor
+                return None
+
+    monkeypatch.setattr("ctypes.CDLL", lambda path: Library)
+    native_chain.cache_clear()
+    try:
+        assert native_chain() is None
+    finally:
+        native_chain.cache_clear()

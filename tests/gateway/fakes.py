@@ -21,6 +21,7 @@ class Fake:
         self.say = say
         self.models = models
         self.started = started
+        self.ready = True  # as it says when it is asked how it is
         self.asked: list[tuple[str, bytes]] = []
         self.heads: list[dict[str, str]] = []  # of each of those
         self.hung_up = threading.Event()  # a client went away
@@ -92,7 +93,7 @@ class Fake:
 
     def _about(self, path: str) -> bytes:
         if path == "/health":
-            return http(200, b"{}")
+            return http(200 if self.ready else 503, b"{}")
         if path == "/metrics":
             return http(200, f"process_start_time_seconds {self.started}\nvllm:num_requests_running 0\n".encode(), "text/plain")
         if path == "/v1/models":

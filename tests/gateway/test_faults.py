@@ -264,6 +264,59 @@ def test_who_lacks_it_does_not_speak_for_one_that_has_it_and_is_starting() -> No
         assert lacking.posts() <= 1
 
 
+@pytest.mark.parametrize("lacking", [1, 3, 5])
+def test_what_all_lack_waits_for_one_that_is_starting(lacking: int) -> None:
+    with ExitStack() as stack:
+        others = [stack.enter_context(Fake(lambda path, body: LACKS)) for _ in range(lacking)]
+        late = stack.enter_context(Fake(well))
+        late.ready = False
+        router = stack.enter_context(routed([*(one.url for one in others), late.url]))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == lacking)
+        said: list[str] = []
+        asking = threading.Thread(target=lambda: said.append(text_of(client)))
+        asking.start()
+        eventually(lambda: sum(one.posts() for one in others) == min(lacking, 3))
+        late.ready = True
+        asking.join(60)
+        assert said == ["all is well"]
+        assert sum(one.posts() for one in others) == min(lacking, 3)
+
+
+def test_what_all_lack_is_refused_once_who_started_lacks_it_too_or_takes_too_long() -> None:
+    with ExitStack() as stack:
+        lacks, late = (stack.enter_context(Fake(lambda path, body: LACKS)) for _ in range(2))
+        late.ready = False
+        router = stack.enter_context(routed([lacks.url, late.url], patience_s=0.3))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 1)
+        with pytest.raises(openai.NotFoundError, match="there is no adapter x"):
+            text_of(client)
+        assert late.posts() == 0
+        late.ready = True
+        eventually(lambda: router.ready() == 2)
+        with pytest.raises(openai.NotFoundError, match="there is no adapter x"):
+            text_of(client)
+
+
+def test_a_model_whose_only_worker_says_that_it_loads_it_is_waited_for() -> None:
+    with ExitStack() as stack:
+        other = stack.enter_context(Fake(well, models=("other",)))
+        late = stack.enter_context(Fake(well, models=("tiny",)))
+        router = stack.enter_context(routed([other.url, late.url]))
+        client = stack.enter_context(router.client())
+        eventually(lambda: router.ready() == 2)
+        late.ready = False
+        eventually(lambda: router.workers()[late.url]["state"] == "starting")
+        said: list[str] = []
+        asking = threading.Thread(target=lambda: said.append(text_of(client)))
+        asking.start()
+        eventually(lambda: router.router.in_flight == 1)
+        late.ready = True
+        asking.join(60)
+        assert (said, other.posts(), late.posts()) == (["all is well"], 0, 1)
+
+
 def test_what_no_worker_has_is_asked_of_three() -> None:
     with ExitStack() as stack:
         fakes = [stack.enter_context(Fake(lambda path, body: LACKS)) for _ in range(5)]

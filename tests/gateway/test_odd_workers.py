@@ -197,6 +197,47 @@ def test_only_who_has_something_to_do_is_stuck(poll_s: float, dead_after_s: floa
     asyncio.run(looked())
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_who_was_stuck_and_has_only_chats_is_tried_with_one(hangs: bool) -> None:
+    """What it says of itself tells little: its engine may hang though nothing is left to do for it."""
+
+    def say(path: str) -> Answer:
+        if path == "/v1/completions":
+            return Answer(404, "", b"")
+        if hangs:
+            raise TimeoutError
+        return Answer(200, "", b"{}")
+
+    async def looked() -> None:
+        now_s = [0.0]
+        fleet = Fleet(max_workers=1, blocks=100, poll_s=0.01, dead_after_s=10.0, clock=lambda: now_s[0])
+        fleet.connections = Saying(say)
+        worker = Worker(Address.of("http://worker:1"), "both", 1)
+        assert stuck(fleet, worker, Report(ours=True, ready=True, progress=1, running=1, waiting=0), now_s, every_s=10.0)
+        worker.report = Report(ours=True, ready=True, progress=1, running=0, waiting=0)
+        assert worker.trying is not None
+        await worker.trying
+        assert worker.stuck == hangs
+
+    asyncio.run(looked())
+
+
+def test_who_was_stuck_does_not_come_back_by_noticing_that_its_requests_were_given_up() -> None:
+    async def looked() -> None:
+        now_s = [0.0]
+        fleet = Fleet(max_workers=1, blocks=100, poll_s=0.01, dead_after_s=10.0, clock=lambda: now_s[0])
+        fleet.connections = Saying(lambda path: Answer(404, "", b""))
+        worker = Worker(Address.of("http://worker:1"), "both", 1)
+        assert stuck(fleet, worker, Report(ours=True, ready=True, progress=1, running=2, waiting=0), now_s, every_s=10.0)
+        assert worker.trying is not None
+        await asyncio.sleep(0)
+        worker.report = Report(ours=True, ready=True, progress=2, running=1, waiting=0)  # one of two was aborted
+        await worker.trying
+        assert worker.stuck
+
+    asyncio.run(looked())
+
+
 def test_who_was_stuck_and_cannot_be_tried_comes_back_by_what_it_says() -> None:
     """One that has only chats, say."""
 

@@ -149,6 +149,14 @@ def test_a_long_text_without_special_tokens_that_grows_is_not_tokenised_again(re
     assert backend.characters - before < 10_000
 
 
+def test_packed_tokens_are_the_same_whichever_form_is_remembered(renderer: Renderer) -> None:
+    first, second = (renderer.write([{"role": "user", "content": said}]) for said in ("one, two, three " * 900, "four"))
+    for one, other in ((first, second), (second, first)):
+        assert renderer.packed(one, owner="a").tolist() == renderer.written(one, owner="a")
+        assert renderer.written(other, owner="b") == renderer.packed(other, owner="b").tolist()
+    assert renderer.packed(first + second).tolist() == renderer.written(first + second, owner="c")
+
+
 def test_what_one_owner_sent_is_not_remembered_for_another(renderer: Renderer) -> None:
     tokeniser, backend = _watched(renderer)
     tokeniser.ids(_turns(3), owner="acme")

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.block.framing import frame
+from headstart.block.native import native_chain
 
 BLOCK_TOKENS = 64
 KEY_BYTES = 32
@@ -31,6 +32,7 @@ KEY_BYTES = 32
 BlockKey = NewType("BlockKey", bytes)
 
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
+_FEW = 4  # blocks, which are hashed as soon without C
 _U32_MAX = 0xFFFF_FFFF
 _TAG_SALT = 1
 _TAG_CONTENT = 2
@@ -115,19 +117,32 @@ def block_extras(block: int, *, salt: str | bytes | None, shared_tokens: int, co
 def chain(root: bytes, data: bytes, extras: Mapping[int, bytes] | None = None) -> list[BlockKey]:
     """Return the keys of the full blocks in `data` (token ids as u32 little endian); `extras[i]` belongs to block i.
 
-    2,048 blocks (131,072 tokens) are 590 KB to hash: about 1.7 ms, nearly all of it inside SHA-256."""
+    2,048 blocks (131,072 tokens) are 590 KB to hash: 0.4 ms where the processor has instructions for that, else 2 ms."""
+    blocks = len(data) // _BLOCK_BYTES
     keys: list[bytes] = []
-    key = root
-    if not extras:  # nearly always, and a tenth of the time less
-        for start in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
-            key = sha256(key + data[start : start + _BLOCK_BYTES]).digest()
-            keys.append(key)
-        return cast("list[BlockKey]", keys)
-    extra = extras.get
-    for block, start in enumerate(range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES)):
-        key = sha256(key + data[start : start + _BLOCK_BYTES] + extra(block, b"")).digest()
+    at, key = 0, root
+    for block, extra in sorted((extras or {}).items()):
+        if block >= blocks:
+            break
+        keys += _plain_chain(key, data, at, block)
+        before = keys[-1] if keys else root
+        key = sha256(before + data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES] + extra).digest()
         keys.append(key)
+        at = block + 1
+    keys += _plain_chain(key, data, at, blocks)
     return cast("list[BlockKey]", keys)
+
+
+def _plain_chain(key: bytes, data: bytes, block: int, end: int) -> list[bytes]:
+    """Return the keys of blocks [block, end), to which nothing else belongs, behind `key`."""
+    if end - block >= _FEW and (native := native_chain()) is not None:
+        whole = native(key, data[block * _BLOCK_BYTES : end * _BLOCK_BYTES])
+        return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+    keys = []
+    for start in range(block * _BLOCK_BYTES, end * _BLOCK_BYTES, _BLOCK_BYTES):
+        key = sha256(key + data[start : start + _BLOCK_BYTES]).digest()
+        keys.append(key)
+    return keys
 
 
 def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

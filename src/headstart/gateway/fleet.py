@@ -31,6 +31,11 @@ from headstart.policy.routing.router import Routing
 log = logging.getLogger("headstart")
 _NAMES_OF_A_BLOCK = 4  # other engines' blocks have 16 tokens, most of them
 _LEAST_NAMES = 1 << 14  # of one worker
+_TRIES: Mapping[str, Mapping[str, object]] = {
+    "/v1/completions": {"prompt": "1"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}]},
+}
+_NEW_S = 30.0  # in which one that was added and has not answered yet is on its way
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
@@ -98,6 +103,7 @@ class Fleet:
         self._numbers += 1
         worker = self.workers[address.id] = Worker(address, address.role, self._numbers)
         worker.wanted = None if address.role == "both" else address.role
+        worker.added_s = self.clock()
         self._tasks[worker.id] = asyncio.get_running_loop().create_task(self._watch(worker))
         return worker
 
@@ -186,10 +192,20 @@ class Fleet:
         return len(served) <= 1
 
     def serves(self, model: str | None) -> bool:
-        """Whether it may be asked for now by its own name."""
+        """Whether it may be asked for by its own name, now or as soon as its worker has started."""
         now_s = self.clock()
         return any(
-            one.report is not None and model in one.report.models and one.state(now_s) in ("ready", "draining")
+            one.report is not None and model in one.report.models and one.state(now_s) in ("ready", "draining", "starting")
+            for one in self.workers.values()
+        )
+
+    def may_come(self, model: str | None) -> bool:
+        """Whether a worker is starting that may have the model, for all that is known."""
+        now_s = self.clock()
+        return any(
+            one.state(now_s) == "starting"
+            and (one.alive or now_s - one.added_s < _NEW_S)
+            and (one.report is None or not one.report.models or model in one.report.models)
             for one in self.workers.values()
         )
 
@@ -322,24 +338,34 @@ class Fleet:
 
     async def _try(self, worker: Worker, report: Report) -> None:
         """Ask one that is stuck for a token, and take it back when that comes."""
-        asked = {"model": next(iter(report.models), None), "prompt": "1", "max_tokens": 1}
-        told = {**self.headers, "content-type": "application/json"}
         try:
             async with asyncio.timeout(self._stuck_after_s):
-                url = f"{worker.address.url}/v1/completions"
-                answer = await self.connections.ask("POST", url, headers=told, body=msgspec.json.encode(asked))
+                gave = await self._gives(worker, report)
+                well = gave if gave is not None else await self._says_it_moves(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return
         else:
-            if answer.status == 200 or (answer.status < 500 and await self._says_it_moves(worker)):
+            if well:
                 self._free(worker)
                 log.info("worker %s is taken back: it answers again", worker.id)
                 self.wake()
         finally:
             worker.trying = None
 
+    async def _gives(self, worker: Worker, report: Report) -> bool | None:
+        """Whether it gives a token, in whichever way it can be asked for one; None where it refuses all."""
+        told = {**self.headers, "content-type": "application/json"}
+        for path, asked in _TRIES.items():
+            body = msgspec.json.encode({"model": next(iter(report.models), None), "max_tokens": 1, **asked})
+            answer = await self.connections.ask("POST", worker.address.url + path, headers=told, body=body)
+            if answer.status == 200 or answer.status >= 500:
+                return answer.status == 200
+        return None
+
     async def _says_it_moves(self, worker: Worker) -> bool:
-        """Whether one that has not what it was asked says that it gets further, or has nothing to do: nothing more is known."""
+        """Whether one that has not what it was asked says that it gets further, or has nothing to do: nothing more is known.
+        What it says while it notices that its requests were given up is no progress."""
+        await asyncio.sleep(2 * self._poll_s)
         before = worker.report
         await asyncio.sleep(2 * self._poll_s)
         return before is not None and worker.report is not None and _moved(before, worker.report)

@@ -159,14 +159,18 @@ class Flight:
                         f"the worker that answered was lost midway ({_public(missed)}); send the request again",
                         code="worker_lost",
                     ) from missed
-                if broken >= _BROKEN:
+                if broken >= _BROKEN and all_lack and self._worth_waiting(until_s):
+                    but |= {id for id, worker in fleet.workers.items() if worker.state(fleet.clock()) == "ready"}
+                    lacking |= but  # the others are not asked: most likely they lack it, too
+                elif broken >= _BROKEN:
                     if missed.answer is not None:
                         raise Refused(missed.answer) from missed
                     raise WorkerFailed(
                         f"{broken} workers failed on this request, the last one: {_public(missed)}", code="workers_failed"
                     ) from missed
             except Nobody:
-                final = busy or (last if all_lack else None)  # who has it and has no room says more than who lacks it
+                lack = last if all_lack and not self._worth_waiting(until_s) else None
+                final = busy or lack  # who has it and has no room says more than who lacks it
                 if final is not None and final.answer is not None:
                     raise Refused(final.answer) from final
                 if busy is not None:
@@ -182,6 +186,10 @@ class Flight:
                         await changed.wait()
                 except TimeoutError:
                     pass
+
+    def _worth_waiting(self, until_s: float) -> bool:
+        """Whether somebody who starts may have what others lack, while there is time."""
+        return self.order.pinned is None and self.fleet.clock() < until_s and self.fleet.may_come(self.order.model)
 
     def _nobody(self) -> RequestError:
         if self.order.pinned is not None:
@@ -232,13 +240,16 @@ class Flight:
                     self._failed_early(sent)
                 if mark is Mark.QUIET or (mark is Mark.USAGE and self.strip_usage):
                     continue  # quiet is kept here, whatever workers do about it
-                if not self.told:
+                first = not self.told
+                if first:
                     self._first(sent)
                     event = b"".join((*held, event))
                 if not named and self.seen.id:
                     named = True
                     self.on_named(self.seen.id, sent.worker.id)
                 await self._queue.put(event)
+                if first:
+                    await asyncio.sleep(0)  # it goes out before what came with it is looked at
         except Garbled as error:
             raise Missed(sent.worker, Kind.BROKE, error.message) from error
         if not self.seen.ended and self.seen.error is None:

@@ -109,6 +109,7 @@ class Prompts:
         assert renderer is not None
         begun_s = time.monotonic()
         try:
+            ids: Sequence[int]
             if ask.messages is None:
                 ids = renderer.completion(ask.prompt)
             else:
@@ -116,7 +117,7 @@ class Prompts:
                 text = renderer.write(
                     made.messages, tools=made.tools, arguments=ask.template, join_parts="text-parts" in self._rules
                 )
-                ids = renderer.written(text, owner=repr(salt))
+                ids = renderer.packed(text, owner=repr(salt))
         except RequestError:
             return None
         except Exception:  # noqa: BLE001 - whatever a template does: the worker says what is wrong

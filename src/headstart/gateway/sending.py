@@ -24,7 +24,7 @@ from headstart.gateway.fleet import Fleet
 from headstart.gateway.prompts import Known
 from headstart.gateway.worker import Worker
 
-_PRESUMED_AFTER_S = 0.001
+_PRESUMED_AFTER_S = 0.02  # when a prompt of some length is being computed, and no first token is on its way
 
 
 class Kind(Enum):
@@ -133,7 +133,7 @@ class Direct:
         now_s = fleet.clock()
         alone = not routing.requests(worker.id)
         routing.sent(id, attempt.decision, tokens=known.tokens, now_s=now_s)
-        # Once the request is on its way: of a long prompt it takes about as long as the choice.
+        # Later: of a long prompt it takes as long as the choice.
         asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, routing.presume, worker.id, known.keys)
         worker.requests += 1
         worker.resting.tries(now_s)

@@ -117,6 +117,11 @@ class Renderer:
                 ids = tokens
         return ids
 
+    def packed(self, text: str, *, owner: str = "") -> array[int]:
+        """Return what `written` does of one text, as u32, for whoever makes keys of them and nothing else."""
+        text_bytes(text, param="messages")
+        return self._tokeniser.packed(text, owner=owner)
+
     @cached_property
     def ends(self) -> frozenset[str]:
         """The texts of special tokens that end an answer."""

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import Any, TypeAlias
 
 from headstart.render.cutting import LONG_CHARACTERS, may_cut, parts_of
 from headstart.render.remembering import Remembered
 
+Ids: TypeAlias = "tuple[int, ...] | array[int]"
 REMEMBERED_BYTES = 64 << 20
 _SHORT_CHARACTERS = 16
 _ENTRY_BYTES = 200  # of books, beside text and ids
@@ -32,7 +35,7 @@ class Tokeniser:
         self._backend = backend
         self._cuts = may_cut(backend)
         self._special, self._cut_before = _special(backend)
-        self._parts: Remembered[str, tuple[int, ...]] = Remembered(remembered_bytes, nbytes=_nbytes)
+        self._parts: Remembered[str, Ids] = Remembered(remembered_bytes, nbytes=_nbytes)
         # A token id is one object wherever it stands: what is remembered is then put together without making any.
         self._ids = tuple(range(backend.get_vocab_size()))
 
@@ -41,20 +44,30 @@ class Tokeniser:
         owner's texts became is remembered for that owner alone: how soon an answer comes tells what was tokenised before."""
         if special_tokens:
             return list(self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids)
-        parts = self.parts(text)
-        found = self._parts.get(owner, parts)
-        if None in found:
-            new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
-            # The fast batch leaves out offsets, which cost as much as the rest.
-            encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
-            fresh = {part: self._same(one.ids) for part, one in zip(new, encoded, strict=True)}
-            self._parts.put(owner, fresh)
-            found = [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
         tokens: list[int] = []
-        for ids in found:
-            assert ids is not None
+        for ids in self._known(text, owner, self._same):
             tokens += ids
         return tokens
+
+    def packed(self, text: str, *, owner: str = "") -> array[int]:
+        """Return the tokens of `text` as u32, for whoever only makes keys of them: in less time than `ids`."""
+        tokens = array("I")
+        for ids in self._known(text, owner, partial(array, "I")):
+            tokens.extend(ids)
+        return tokens
+
+    def _known(self, text: str, owner: str, form: Callable[[Sequence[int]], Ids]) -> list[Ids]:
+        """Return the tokens of each part; what was not known before is remembered in this form."""
+        parts = self.parts(text)
+        found = self._parts.get(owner, parts)
+        new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
+        fresh: dict[str, Ids] = {}
+        if new:
+            # The fast batch leaves out offsets, which cost as much as the rest.
+            encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
+            fresh = {part: form(one.ids) for part, one in zip(new, encoded, strict=True)}
+            self._parts.put(owner, fresh)
+        return [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
 
     def parts(self, text: str) -> list[str]:
         """Return the parts of `text` that become tokens by themselves; joined they are `text`."""
@@ -84,7 +97,7 @@ class Tokeniser:
         return tuple([known[token] if token < len(known) else token for token in ids])
 
 
-def _nbytes(part: str, ids: tuple[int, ...]) -> int:
+def _nbytes(part: str, ids: Ids) -> int:
     return sys.getsizeof(part) + sys.getsizeof(ids) + _ENTRY_BYTES
 
 

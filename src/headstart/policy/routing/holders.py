@@ -68,9 +68,8 @@ class _Table:
             found[at] = row if one else ~row
         return found
 
-    def add(self, keys: Keys) -> npt.NDArray[np.int64]:
-        """Return each key's row, new ones with no bits set. Keys differ, and there is room."""
-        rows = self.find(keys)
+    def add(self, keys: Keys, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return each key's row, new ones with no bits set. Keys differ, and there is room. `rows`: where they were found."""
         while (new := rows < 0).any():
             at, taken = np.unique(~rows[new], return_index=True)  # of two that want one row the first gets it
             self.keys[at] = keys[new][taken]
@@ -167,8 +166,9 @@ class Holders:
         """Return the rows of these keys in the young table, with the bits that the old one has of them."""
         if self._young.room() < len(keys):
             self._old, self._young = self._young, _Table(self._rows, self._words)
-        new = keys[self._young.find(keys) < 0]
-        rows = self._young.add(keys)
+        rows = self._young.find(keys)
+        new = keys[rows < 0]
+        rows = self._young.add(keys, rows)
         if len(new) and self._old.count:
             old = self._old.find(new)
             carried = old >= 0
