@@ -17,11 +17,6 @@ import numpy.typing as npt
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
-def zeros(count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return `count` zeros, of which memory is taken only as they are touched."""
-    return np.frombuffer(mmap.mmap(-1, max(1, count) * np.dtype(dtype).itemsize, **_PRIVATE), dtype, count)
-
-
 class Maps:
     """The memory of the arrays that one object has as attributes."""
 
