@@ -25,8 +25,8 @@ PREFIX_BYTES = 16
 
 _DEAD = 0xFFFF_FFFF  # stands for the extent in the row of a removed block
 _DEAD_SHARE = 16  # a pass begins when such a part of the rows is dead
-_PASS_RATE = 16  # rows, and slots, that are gone on by for each row that changes,
-_PASS_ROWS = 1024  # once they are as many as these: some 0.3 ms
+# Rows, and slots, that are gone on by for each row that changes, once they are so many: some 0.3 ms; and of so many at once.
+_PASS_RATE, _PASS_ROWS, _PASS_ROWS_MOST = 64, 1024, 4096
 _MIN_ROWS = 512
 _BATCH = 1 << 15  # rows slid at once; bounds the scratch arrays
 
@@ -179,7 +179,8 @@ class BlockIndex:
         if self._used + total >= _DEAD:
             raise ValueError(f"an index holds fewer than {_DEAD} blocks")
         self._make_room(self._used + total, most + 1)  # before anything changes: it may find no memory
-        if self._counts[extents].any() or (len(extents) > 1 and len(np.unique(extents)) < len(extents)):
+        again = not (extents[1:] > extents[:-1]).all() and len(np.unique(extents)) < len(extents)
+        if self._counts[extents].any() or again:
             raise ValueError(f"extent {least} to {most}: one is in the index already; remove it first")
         start, end = self._used, self._used + total
         self._prefixes[start:end] = prefixes
@@ -253,7 +254,8 @@ class BlockIndex:
         self._owed += _PASS_RATE * count
         if self._owed < _PASS_ROWS:
             return
-        count, self._owed = self._owed, 0
+        count = min(self._owed, max(_PASS_ROWS_MOST, _PASS_RATE // 4 * count))
+        self._owed -= count
         self._table.go_on(self._prefixes, count)
         if not self._passing:
             return
