@@ -34,8 +34,8 @@ def many(count: int, seed: int = 0) -> np.ndarray:
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """Few keys, so that extents share blocks; a third of the keys share one of two slots. A pass goes on by two rows at a time, so
-    that everything also happens in its middle."""
+    """Few keys, so that extents share blocks; a third of the keys share one of two slots. A pass goes on by two rows at a time,
+    so that everything also happens in its middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +247,37 @@ def test_a_block_takes_at_most_64_bytes_while_growing_and_while_shrinking():
         worst = max(worst, (index.nbytes - index._firsts.nbytes - index._counts.nbytes) / len(index))
     assert worst <= 64
     assert index.lookup(keys)[0].tolist() == [-1] * 60_000 + [at // 10 for at in range(60_000, 80_000)]
+
+
+def test_nothing_is_held_twice_while_it_grows_and_while_it_is_packed():
+    """A table is at most 9 bytes a block, a row 20, of which an eighth may be dead: a second table would show."""
+    keys = many(100_000)
+    index = BlockIndex()
+    worst = 0.0
+    changed = set()
+    for at in range(0, len(keys), 10):
+        index.insert(keys[at : at + 10], at // 10)
+        if len(index) >= 50_000:
+            worst = max(worst, (index._table.nbytes + 20 * index._used) / len(index))
+            changed.add(index._table.changing)
+    for at in range(2000):
+        index.remove(at * 4)
+        worst = max(worst, (index._table.nbytes + 20 * index._used) / len(index))
+        changed.add(("passing", index._passing))
+    assert changed == {False, True, ("passing", False), ("passing", True)}
+    assert worst <= 9 / 0.875 + 20 / 0.875
+
+
+def test_memory_is_given_back_when_most_blocks_have_gone_and_what_is_left_is_found():
+    keys = many(40_000)
+    index = BlockIndex()
+    index.load(keys, np.arange(4000), np.full(4000, 10))
+    index.finish_loading()
+    long = index._table.nbytes
+    for extent in range(3800):
+        index.remove(extent)
+    assert index._table.nbytes < long // 4
+    assert index.lookup(keys)[0].tolist() == [-1] * 38_000 + [at // 10 for at in range(38_000, 40_000)]
 
 
 def test_it_says_what_it_holds():

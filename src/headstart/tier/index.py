@@ -5,10 +5,9 @@
     │ 0 │ 3 │ 0 │ 1 │ 2 │ 0 │ 0 │ 0 │  row number + 1 ─────────▶│ 16 bytes of key│ extent │       extent, rows of it
     └───┴───┴───┴───┴───┴───┴───┴───┘                           └────────────────┴────────┘
 
-A removed extent leaves dead rows, and the table names them until they go. When a sixteenth of the rows is dead, a *pass* begins:
-rows are slid down, a few at every change, so that nobody waits for all of it. Of several extents with a block the one that came
-first is found; its row is the lowest, since sliding keeps the order. One index serves one representation; whoever owns it holds
-the lock.
+A removed extent leaves dead rows, and the table names them until they go. When a sixteenth is dead, a *pass* begins: rows are
+slid down, a few at every change, so that nobody waits for all of it. Of several extents with a block the one that came first is
+found; its row is the lowest, since sliding keeps the order. An index serves one representation; whoever owns it holds the lock.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class SlotTable:
         self.taken = 0
         self._maps = Maps()
         self._slots: npt.NDArray[np.uint32] = np.zeros(_MIN_SLOTS, np.uint32)  # row number + 1; 0 is empty, and ends a probe
-        # Keys whose bits are below the edge are at home by the smaller width, the others by the larger one, which is the old one
-        # or the new. When no change is under way they are equal.
+        # Keys whose bits are below the edge are at home by the smaller width, the others by the larger one. Either may be the
+        # new one; when no change is under way they are equal.
         self._edge = 0
         self._below = self._above = _MIN_SLOTS
         self._growing = True
@@ -144,7 +144,9 @@ class SlotTable:
             later.append(rows[~first])
             bits, rows = bits[first], rows[first]
             steps = np.arange(len(rows))
-            slots = np.maximum(np.maximum.accumulate((bits * np.uint64(width) >> _BITS).astype(np.int64) - steps), behind) + steps
+            slots = (
+                np.maximum(np.maximum.accumulate((bits * np.uint64(width) >> _BITS).astype(np.int64) - steps), behind) + steps
+            )
             behind = int(slots[-1]) + 1
             inside = int(np.searchsorted(slots, width))
             later.append(rows[inside:])
@@ -236,11 +238,12 @@ class SlotTable:
 
     def _homes(self, keys: Prefixes) -> Rows:
         """Return where each key's probe begins."""
-        bits = keys[:, 0] >> _BITS
-        if self._below == self._above:
-            return (bits * np.uint64(self._above) >> _BITS).astype(np.int64)
-        widths = np.where(bits < np.uint64(self._edge), np.uint64(self._below), np.uint64(self._above))
-        return (bits * widths >> _BITS).astype(np.int64)
+        bits: npt.NDArray[np.uint64] = keys[:, 0] >> _BITS
+        widths: npt.NDArray[np.uint64] | np.uint64 = np.uint64(self._above)
+        if self.changing:
+            widths = np.where(bits < np.uint64(self._edge), np.uint64(self._below), widths)
+        homes: Rows = (bits * widths >> _BITS).astype(np.int64)
+        return homes
 
 
 def _equal(some: Prefixes, others: Prefixes) -> npt.NDArray[np.bool_]:

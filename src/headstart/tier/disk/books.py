@@ -264,8 +264,9 @@ class Books(ExtentTable):
         nbytes = columns.rows["extent_bytes"].astype(np.int64)
         groups = list(columns.groups())
         firsts = np.array([first for _, first, _ in groups])
-        falls = np.flatnonzero(offsets[1:] <= offsets[:-1]) + 1
-        out_of_order = set((np.searchsorted(firsts, np.setdiff1d(falls, firsts), "right") - 1).tolist())
+        falls = np.concatenate([[False], offsets[1:] <= offsets[:-1]])
+        falls[firsts] = False
+        out_of_order = set((np.searchsorted(firsts, np.flatnonzero(falls), "right") - 1).tolist())
         of_each = (np.maximum.reduceat(each, firsts).tolist() for each in (nbytes, offsets + nbytes, columns.rows["last_used"]))
         plain: dict[Segment, npt.NDArray[np.int64]] = {}
         for number, ((name, first, end), most, last, used) in enumerate(zip(groups, *of_each, strict=True)):

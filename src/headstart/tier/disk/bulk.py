@@ -219,7 +219,7 @@ def _walk(data: memoryview, state: Decoded) -> tuple[list[int], list[int], list[
 def _checks(data: memoryview, name: bytes, offset: int, first: _Numbers, size: _Numbers) -> npt.NDArray[np.bool_]:
     """Return which records, without their checks `size` bytes long, are right.
 
-    What goes into a check before the record is written over the one in front of it, in a copy: of every second record at a time."""
+    What goes into a check before the record is written over the one in front of it, in a copy: for every second one at once."""
     before = np.zeros(len(first), [("name", f"V{len(name)}"), ("at", "<u8")])
     before["name"], before["at"] = np.frombuffer(name, f"V{len(name)}"), first + offset
     room, digest = before.itemsize, xxhash.xxh3_64_intdigest
@@ -234,7 +234,8 @@ def _checks(data: memoryview, name: bytes, offset: int, first: _Numbers, size: _
     # A shorter one left no room for that: what was written reached into the record in front of it.
     for at in (np.flatnonzero(size[1:-1] + CHECK_BYTES < room)).tolist():
         found[at] = digest(before[at].tobytes() + bytes(data[int(first[at]) : int(first[at] + size[at])]))
-    return found == _taken(data, first + size, CHECK_BYTES).view(">u8")[:, 0]
+    right: npt.NDArray[np.bool_] = found == _taken(data, first + size, CHECK_BYTES).view(">u8")[:, 0]
+    return right
 
 
 def _windows(data: bytearray | memoryview, nbytes: int) -> npt.NDArray[np.void]:
