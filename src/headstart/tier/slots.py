@@ -230,7 +230,7 @@ class SlotTable:
     def _take_out(self, slots: Rows) -> Rows:
         """Empty slots; returns the rows that they said, in their order."""
         entries = self._slots[slots]
-        rows = entries[entries != 0].astype(np.int64) - 1
+        rows: Rows = entries[entries != 0].astype(np.int64) - 1
         self._slots[slots] = 0
         self.taken -= len(rows)
         rows.sort()
