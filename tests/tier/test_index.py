@@ -280,6 +280,19 @@ def test_memory_is_given_back_when_most_blocks_have_gone_and_what_is_left_is_fou
     assert index.lookup(keys)[0].tolist() == [-1] * 38_000 + [at // 10 for at in range(38_000, 40_000)]
 
 
+def test_what_is_loaded_into_an_index_comes_beside_what_it_holds():
+    keys = many(3000)
+    index = BlockIndex()
+    for extent in range(10):
+        index.insert(keys[extent * 100 : extent * 100 + 100], extent)
+    for extent in range(5):
+        index.remove(extent)
+    index.load(keys[1000:], np.arange(10, 30), np.full(20, 100))
+    index.finish_loading()
+    assert index.lookup(keys)[0].tolist() == [-1] * 500 + [at // 100 for at in range(500, 3000)]
+    assert len(index) == index._table.taken == np.count_nonzero(index._table._slots) == 2500
+
+
 def test_it_says_what_it_holds():
     index = BlockIndex()
     index.insert([key(1)], 1)

@@ -126,7 +126,7 @@ class SlotTable:
         last one's or at its home."""
         count = int(np.count_nonzero(living))
         width = _slots_for(count)
-        self._slots = np.zeros(0, np.uint32)
+        self._slots, self._maps = np.zeros(0, np.uint32), Maps()  # whose memory is all zeros
         self._maps.resize(self, ("_slots",), width)
         self._edge, self._below, self._above, self.taken = 0, width, width, 0
         parts = -(-count // _FILLED)
@@ -193,8 +193,9 @@ class SlotTable:
             self.go_on(column, len(self._slots))
         self._growing, old = width > self._width, self._width
         if self._growing:
-            rows = self._take_out(np.arange(self._end_of_run(0) if self._slots[-1] else 0))  # some were entered past the end
+            around = self._end_of_run(0) if self._slots[-1] else 0  # some were entered past the end
             self._maps.resize(self, ("_slots",), width)
+            rows = self._take_out(np.arange(around))
             self._edge, self._below, self._above = _END, old, width
             self.enter(column, rows)
         else:
