@@ -106,12 +106,12 @@ def measure_memory(blocks: str, extent_blocks: str) -> None:
     before = _resident_bytes()
     books = _filled(total, each)
     bytes_a_block = (_resident_bytes() - before) / books.blocks
-    # Remove until a pass has begun and is over: meanwhile a second table is there, and some of the rows are dead.
+    # Remove until a pass has begun and is over: meanwhile some of the rows are dead.
     index = next(iter(books._indexes.values()))
     going, begun, worst = iter(order), False, 0.0
-    while not begun or index._old is not None:
+    while not begun or index._passing:
         _remove(books, [_name(int(next(going))) for _ in range(16)])
-        begun = begun or index._old is not None
+        begun = begun or index._passing
         worst = max(worst, (_resident_bytes() - before) / books.blocks)
     print(
         json.dumps(

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import pytest
 
-from headstart.tier.growing import Maps, zeros
+from headstart.tier.growing import Maps
 
 
 class Owner:
@@ -67,11 +67,3 @@ def test_without_memory_the_old_array_stays(monkeypatch):
     with pytest.raises(MemoryError, match="numbers"):
         owner.resize(1000)
     assert owner.numbers.tolist() == list(range(10))
-
-
-def test_zeros_are_zeros_that_can_be_written():
-    array = zeros(1000, np.uint32)
-    assert not array.any()
-    array[:] = 3
-    assert array.sum() == 3000
-    assert len(zeros(0, np.uint32)) == 0

@@ -163,6 +163,50 @@ def test_sizes_that_vary_are_read_the_portable_way(tmp_path: Path, way: str, thr
     assert through_tier
 
 
+class LaterInParts:
+    """A destination of one buffer for layer 0, and of one for each piece for the others. `raises`: or of none for them."""
+
+    def __init__(self, representation: Representation, pieces: int, *, raises: bool) -> None:
+        self.memory = [np.full((pieces, size or 0), 0xAA, np.uint8) for size in representation.layer_bytes]
+        self._raises = raises
+
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> Sequence[memoryview]:
+        rows = self.memory[layer][first : first + len(sizes)]
+        if layer and self._raises:
+            raise RuntimeError("this layer has no memory")
+        return [row.data for row in rows] if layer else [rows.reshape(-1).data]
+
+
+@pytest.mark.parametrize("representation", [WIDE, UNEVEN], ids=["wide", "uneven"])
+def test_layers_that_do_not_suit_the_c_reader_are_read_the_portable_way_behind_the_heads(
+    tmp_path: Path, way: str, through_tier: list[int], representation: Representation
+) -> None:
+    with opened(tmp_path, representation) as cache:
+        kv = stored(cache, representation)
+        for _ in range(5):
+            destination = LaterInParts(representation, PIECES, raises=False)
+            with match(cache, kv) as lease:
+                loaded = lease.load(into=destination)
+                assert loaded.result(TIMEOUT_S) == lease.tokens
+            for layer in range(representation.layers):
+                for piece in range(PIECES):
+                    assert destination.memory[layer][piece].tobytes() == kv.piece(layer, piece).tobytes()
+        assert leased(cache) == 0
+    assert through_tier
+    assert open_segments(tmp_path) == 0
+
+
+def test_a_view_that_fails_for_a_later_layer_ends_the_load_and_nothing_else(tmp_path: Path, way: str) -> None:
+    with opened(tmp_path, WIDE) as cache:
+        kv = stored(cache, WIDE)
+        with match(cache, kv) as lease:
+            loaded = lease.load(into=LaterInParts(WIDE, PIECES, raises=True))
+            assert loaded.result(TIMEOUT_S) == 0
+            assert {fault.reason for fault in loaded.faults} == {"error"}
+        assert load(cache, kv).usable_tokens == PIECES * WIDE.piece_tokens
+    assert open_segments(tmp_path) == 0
+
+
 @pytest.mark.parametrize(("representation", "rows"), [(WIDE, 4), (UNEVEN, 2)], ids=["direct", "staged"])
 def test_pieces_in_rows_are_filled_row_by_row(
     tmp_path: Path, way: str, through_tier: list[int], representation: Representation, rows: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,12 +131,21 @@ def count_right(
     pieces: Iterable[Iterable[memoryview]],
 ) -> int:
     """Return how many pieces of a layer, from the first on, are what their checks (one behind the other) say; otherwise as
-    `piece_check`, of flat buffers."""
+    `piece_check`, of flat buffers.
+
+    Buffers of some 100 KB are hashed in parts for which xxhash keeps the interpreter's lock. It gives it away for larger ones,
+    which take 10 µs: with sixteen threads that read, each then cost two switches of threads, and more time than hashing."""
     number = struct.pack("<I", layer)
     at = 0
     for key, buffers in zip(keys, pieces, strict=True):
-        buffers = _in_slices(buffers) if algorithm is XXH3 else buffers
-        if _check(algorithm, representation + key + number, buffers) != checks[at : at + CHECK_BYTES]:
+        check = algorithm.begin(representation + key + number)
+        for buffer in buffers:
+            if algorithm is XXH3 and _KEEPS_LOCK_BYTES < buffer.nbytes <= _SLICED_BYTES:
+                for low in range(0, buffer.nbytes, _KEEPS_LOCK_BYTES):
+                    check.update(buffer[low : low + _KEEPS_LOCK_BYTES])
+            else:
+                check.update(buffer)
+        if check.digest() != checks[at : at + CHECK_BYTES]:
             break
         at += CHECK_BYTES
     return at // CHECK_BYTES
@@ -153,16 +162,6 @@ def flat(buffer: Buffer) -> memoryview:
     if not view.nbytes:
         return memoryview(b"")  # cast() refuses a shape with a zero in it
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _in_slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield buffers of some 100 KB in parts for which xxhash keeps the interpreter's lock. It gives it away for larger ones,
-    which take 10 µs: with sixteen threads that read, each then cost two switches of threads, and more time than hashing."""
-    for buffer in buffers:
-        if _KEEPS_LOCK_BYTES < buffer.nbytes <= _SLICED_BYTES:
-            yield from (buffer[at : at + _KEEPS_LOCK_BYTES] for at in range(0, buffer.nbytes, _KEEPS_LOCK_BYTES))
-        else:
-            yield buffer
 
 
 def _check(algorithm: Algorithm, prefix: bytes, buffers: Iterable[memoryview]) -> bytes:

@@ -9,17 +9,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-
-
-def zeros(count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return `count` zeros, of which memory is taken only as they are touched."""
-    return np.frombuffer(mmap.mmap(-1, max(1, count) * np.dtype(dtype).itemsize, **_PRIVATE), dtype, count)
 
 
 class Maps:

@@ -1,17 +1,13 @@
-"""Which extent holds a block, and which blocks an extent holds: numbers in arrays, 27 to 50 bytes a block. No I/O, no lock.
+"""Which extent holds a block, and which blocks an extent holds: numbers in arrays, 27 to 33 bytes a block. No I/O, no lock.
 
-    table  u32, at most 0.6 full                               rows: the blocks of an extent side by side, its *run*
+    table (`slots.py`)                                        rows: the blocks of an extent side by side, its *run*
     ┌───┬───┬───┬───┬───┬───┬───┬───┐                           ┌────────────────┬────────┐   ◀── first row of the
     │ 0 │ 3 │ 0 │ 1 │ 2 │ 0 │ 0 │ 0 │  row number + 1 ─────────▶│ 16 bytes of key│ extent │       extent, rows of it
-    └───┴───┴───┴───┴───┴───┴───┴───┘  0 = empty, ends a probe  └────────────────┴────────┘
+    └───┴───┴───┴───┴───┴───┴───┴───┘                           └────────────────┴────────┘
 
-Keys are SHA-256, so their own bits choose the slot; a taken slot sends the probe to the next. What a slot says is only ever a
-hint: the row is compared, so a slot that outlived its row does no harm but take room.
-
-A removed extent leaves dead rows. When an eighth of the rows is dead, or the table is full, a *pass* begins: rows are slid
-down and entered into a new table, a few at every change, so that nobody waits for all of it. Until it is through, the old
-table tells of the rows that it has not reached. Of several extents with a block the one that came first is found; its row is
-the lowest, since sliding keeps the order. One index serves one representation; whoever owns it holds the lock.
+A removed extent leaves dead rows, and the table names them until they go. When a sixteenth is dead, a *pass* begins: rows are
+slid down, a few at every change, so that nobody waits for all of it. Of several extents with a block the one that came first is
+found; its row is the lowest, since sliding keeps the order. An index serves one representation; whoever owns it holds the lock.
 """
 
 from __future__ import annotations
@@ -21,25 +17,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headstart.tier.growing import Maps, zeros
+from headstart.tier.growing import Maps
+from headstart.tier.slots import Prefixes, Rows, SlotTable
 
 PREFIX_BYTES = 16
 
 _DEAD = 0xFFFF_FFFF  # stands for the extent in the row of a removed block
-_MAX_LOAD_NUM, _MAX_LOAD_DEN = 3, 5  # at most 0.6 of the slots are taken, so every probe meets an empty one
-_ROOM_NUM, _ROOM_DEN = 4, 3  # a new table has room for a third more rows: a pass is through before that is used up
-_DEAD_SHARE = 8  # a pass begins when such a part of the rows is dead
-_PASS_ROWS, _PASS_RATE = 256, 16  # rows that a pass goes on by with every change, at least, and for each row of it
-_MIN_SLOTS = 1024
+_DEAD_SHARE = 16  # a pass begins when such a part of the rows is dead
+# Rows, and slots, that are gone on by for each row that changes, once they are so many: some 0.3 ms; and of so many at once.
+_PASS_RATE, _PASS_ROWS, _PASS_ROWS_MOST = 64, 1024, 4096
 _MIN_ROWS = 512
-_FEW = 128
-_ONE, _EIGHT = np.arange(1, 2), np.arange(1, 9)
-_BATCH = 1 << 15  # rows entered at once; bounds the scratch arrays
+_BATCH = 1 << 15  # rows slid at once; bounds the scratch arrays
 
 Keys = Sequence[bytes] | npt.NDArray[np.uint8]
-_Prefixes = npt.NDArray[np.uint64]  # [n, 2]
-_Rows = npt.NDArray[np.int64]
-_Table = npt.NDArray[np.uint32]
 
 
 class BlockIndex:
@@ -56,20 +46,20 @@ class BlockIndex:
     def __init__(self) -> None:
         self._used = 0  # rows in use, dead ones included
         self._dead = 0
-        self._taken = 0  # slots of the table
         self._again = 0  # living rows that are not found, because an earlier one with the same block is
-        self._prefixes: _Prefixes = np.zeros((_MIN_ROWS, 2), np.uint64)
+        self._prefixes: Prefixes = np.zeros((_MIN_ROWS, 2), np.uint64)
         self._extents: npt.NDArray[np.uint32] = np.zeros(_MIN_ROWS, np.uint32)
-        self._table: _Table = np.zeros(_MIN_SLOTS, np.uint32)
+        self._table = SlotTable()
         self._firsts: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)  # of each extent, its first row
         self._counts: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)  # of each extent, its rows; 0: it is not here
         self._several: dict[bytes, list[int]] = {}  # blocks that several extents hold, in the order in which they came
         self._loading = False
         self._maps = Maps()
-        # A pass: the table that it replaces, the row that it looks at next, and where that one goes.
-        self._old: _Table | None = None
+        # A pass: the row that it looks at next, and where that one goes.
+        self._passing = False
         self._reading = 0
         self._writing = 0
+        self._owed = 0  # rows that it is to go on by
 
     def __len__(self) -> int:
         """Return how many different blocks there are."""
@@ -81,16 +71,13 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all arrays. A block that several extents hold takes some hundred more."""
-        tables = self._table.nbytes + (0 if self._old is None else self._old.nbytes)
-        return tables + self._prefixes.nbytes + self._extents.nbytes + self._firsts.nbytes + self._counts.nbytes
+        rows = self._prefixes.nbytes + self._extents.nbytes
+        return rows + self._table.nbytes + self._firsts.nbytes + self._counts.nbytes
 
     def lookup(self, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Return (extents, positions) of `keys`, -1 in both where a block is absent."""
-        prefixes = _prefixes(keys)
-        rows = self._living(self._table, prefixes)
-        if self._old is not None:
-            missing = np.flatnonzero(rows < 0)
-            rows[missing] = self._living(self._old, prefixes[missing])
+        rows, _ = self._table.find(self._prefixes, _prefixes(keys))
+        rows[self._extents[rows] == _DEAD] = -1  # for -1 the last row is asked: it stays -1
         extents = np.full(len(rows), -1, np.int64)
         positions = np.full(len(rows), -1, np.int32)
         known = np.flatnonzero(rows >= 0)
@@ -130,36 +117,30 @@ class BlockIndex:
         assert not self._loading, "finish_loading() comes first"
         prefixes = _prefixes(keys)
         count = len(prefixes)
+        self._table.make_room(self._prefixes, count)
         self._go_on(count)
-        left = self._used - self._reading if self._old is not None else 0  # what the pass has still to enter
-        if (self._taken + left + count) * _MAX_LOAD_DEN > len(self._table) * _MAX_LOAD_NUM:
-            self._go_on(self._used)
-            self._begin_pass(count)
         self._append(prefixes, np.array([extent], np.int64), np.array([count], np.int64))
-        rows = np.arange(self._used - count, self._used)
-        new = np.ones(count, np.bool_)
-        if self._old is not None:  # what the pass has not reached yet is not in the table
-            earlier = self._living(self._old, prefixes)
-            new = earlier < 0
-            self._note_several(rows[~new], earlier[~new])
-        again, before = self._enter(rows[new])
+        first = self._used - count
+        again, before = self._table.enter(self._prefixes, np.arange(first, self._used))
+        if (dead := self._extents[before] == _DEAD).any():
+            again, before = self._instead_of_dead(again, before, dead)
         self._note_several(again, before)
-        new[again - (self._used - count)] = False
+        new = np.ones(count, np.bool_)
+        new[again - first] = False
         return new
 
     def load(self, keys: Keys, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
         """As `insert` for one extent after the other: `keys` are those of all, of which extents[i] holds the next blocks[i].
-        None of them is found before `finish_loading`, which enters a million blocks in some 0.2 s."""
+        None of them is found before `finish_loading`, which enters a million blocks in some 0.1 s."""
         self._loading = True
         self._append(_prefixes(keys), extents, blocks)
 
     def finish_loading(self) -> None:
         """Let everything be found that was loaded."""
-        self._loading, self._old, self._taken, self._again = False, None, 0, 0
+        self._loading, self._passing, self._again = False, False, 0
         self._several.clear()
-        living = np.flatnonzero(self._extents[: self._used] != _DEAD)
-        self._table = zeros(_slots_for(len(living)), np.uint32)
-        self._note_several(*self._enter(living))
+        living = self._extents[: self._used] != _DEAD
+        self._note_several(*self._table.fill(self._prefixes[: self._used], living))
 
     def remove(self, extent: int) -> int:
         """Forget an extent; returns how many blocks it had. Those that others have are found there from now on."""
@@ -171,8 +152,10 @@ class BlockIndex:
             self._counts[extent] = 0
         self._dead += end - start
         self._go_on(end - start)
-        if self._old is None and not self._loading and self._dead * _DEAD_SHARE > self._used > _MIN_ROWS:
-            self._begin_pass(0)
+        if not self._loading:
+            if not self._passing and self._dead * _DEAD_SHARE > self._used > _MIN_ROWS:
+                self._begin_pass()
+            self._table.shrink(self._prefixes)
         return end - start
 
     # Rows.
@@ -182,7 +165,7 @@ class BlockIndex:
         start = int(self._firsts[extent]) if count else 0
         return start, start + count
 
-    def _append(self, prefixes: _Prefixes, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+    def _append(self, prefixes: Prefixes, extents: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
         """Write the runs of new extents behind the last row."""
         total = int(blocks.sum())
         if len(extents) != len(blocks) or total != len(prefixes):
@@ -195,7 +178,8 @@ class BlockIndex:
         if self._used + total >= _DEAD:
             raise ValueError(f"an index holds fewer than {_DEAD} blocks")
         self._make_room(self._used + total, most + 1)  # before anything changes: it may find no memory
-        if self._counts[extents].any() or (len(extents) > 1 and len(np.unique(extents)) < len(extents)):
+        again = not (extents[1:] > extents[:-1]).all() and len(np.unique(extents)) < len(extents)
+        if self._counts[extents].any() or again:
             raise ValueError(f"extent {least} to {most}: one is in the index already; remove it first")
         start, end = self._used, self._used + total
         self._prefixes[start:end] = prefixes
@@ -216,12 +200,21 @@ class BlockIndex:
 
     # Blocks that several extents have.
 
-    def _note_several(self, again: _Rows, before: _Rows) -> None:
+    def _note_several(self, again: Rows, before: Rows) -> None:
         """`again`: rows of blocks that are found in the rows `before`."""
         self._again += len(again)
         for row, first in zip(again.tolist(), before.tolist(), strict=True):
             holders = self._several.setdefault(self._prefixes[row].tobytes(), [int(self._extents[first])])
             holders.append(int(self._extents[row]))
+
+    def _instead_of_dead(self, again: Rows, before: Rows, dead: npt.NDArray[np.bool_]) -> tuple[Rows, Rows]:
+        """Let new rows be found instead of `dead` ones with the same blocks; returns which are still not found, and why."""
+        came = again[dead]
+        _, slots = self._table.find(self._prefixes, self._prefixes[came])
+        self._table.point(slots[::-1], came[::-1])  # the last assignment counts: of rows with the same block the lowest gets it
+        before[dead], _ = self._table.find(self._prefixes, self._prefixes[came])
+        late = before != again
+        return again[late], before[late]
 
     def _leave(self, extent: int, start: int, end: int) -> None:
         """Take an extent out of the blocks that it shares; the next one that has them is found from now on."""
@@ -239,144 +232,68 @@ class BlockIndex:
             else:
                 del self._several[key]
 
-    def _point(self, prefix: _Prefixes, extent: int) -> None:
+    def _point(self, prefix: Prefixes, extent: int) -> None:
         """Let a block be found in another extent that has it."""
         start, end = self._run(extent)
         row = start + int(np.flatnonzero((self._prefixes[start:end] == prefix).all(axis=1))[0])
-        for table in (self._table, self._old):
-            if table is not None:
-                found, slots = self._probe(table, prefix)
-                if found[0] >= 0:
-                    table[slots] = row + 1
-
-    # The table.
-
-    def _living(self, table: _Table, prefixes: _Prefixes) -> _Rows:
-        """Return the row in which a table finds each key, or -1."""
-        rows, _ = self._probe(table, prefixes)
-        rows[self._extents[rows] == _DEAD] = -1  # for -1 the last row is asked: it stays -1
-        return rows
-
-    def _probe(self, table: _Table, prefixes: _Prefixes) -> tuple[_Rows, _Rows]:
-        """Return the row of each key, dead ones included, or -1; and the slot that says so, or the empty one that was met.
-
-        All keys take a step of their probes at a time: of one slot, and of eight when few are left, for which many steps would
-        cost more than what they look at."""
-        ended = _first_slots(prefixes, len(table))
-        entries = table[ended]
-        rows = entries.astype(np.int64) - 1
-        asking = np.flatnonzero((entries != 0) & ~_equal(prefixes, self._prefixes[rows]))
-        slots = ended[asking]
-        while len(asking):
-            slots = (slots[:, None] + (_EIGHT if len(asking) <= _FEW else _ONE)) % len(table)  # [n, 8 or 1]
-            candidates = table[slots].astype(np.int64) - 1
-            ends = (self._prefixes[candidates] == prefixes[asking, None]).all(axis=2) | (candidates < 0)
-            at = np.arange(len(asking)), ends.argmax(axis=1)
-            rows[asking], ended[asking] = candidates[at], slots[at]
-            other = ~ends[at]
-            asking, slots = asking[other], slots[other, -1]
-        return rows, ended
-
-    def _enter(self, rows: _Rows) -> tuple[_Rows, _Rows]:
-        """Let `rows`, given in their order, be found; returns those whose blocks are found already, and in which rows."""
-        late: list[tuple[_Rows, _Rows]] = []
-        table = self._table
-        for low in range(0, len(rows), _BATCH):
-            asking = rows[low : low + _BATCH]
-            slots = _first_slots(self._prefixes[asking], len(table))
-            while len(asking):
-                entries = table[slots]
-                free = entries == 0
-                candidates = entries.astype(np.int64) - 1
-                equal = _equal(self._prefixes[asking], self._prefixes[candidates]) & ~free
-                dead = equal & (self._extents[candidates] == _DEAD)
-                # Several may choose the same slot: what was written is read again, and the losers look there once more. The
-                # last assignment counts, hence backwards: of rows with the same block the lowest gets it.
-                open_slots = np.flatnonzero(free | dead)[::-1]
-                table[slots[open_slots]] = asking[open_slots] + 1
-                mine = table[slots] == asking + 1
-                self._taken += int((mine & free).sum())
-                again = equal & ~dead & ~mine
-                if again.any():
-                    late.append((asking[again], candidates[again]))
-                occupied = ~(free | equal)
-                left = ~(mine | again)
-                asking, slots = asking[left], np.where(occupied, _next_slots(slots, len(table)), slots)[left]
-        if not late:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        again_rows, before = np.concatenate([a for a, _ in late]), np.concatenate([b for _, b in late])
-        order = np.argsort(again_rows)
-        return again_rows[order], before[order]
+        found, slots = self._table.find(self._prefixes, prefix)
+        if found[0] >= 0:
+            self._table.point(slots, np.array([row]))
 
     # Passes.
 
-    def _begin_pass(self, count: int) -> None:
-        """Begin to pack the rows and to enter them into a new table, which has room for `count` more than there are."""
-        self._old, self._table, self._taken = self._table, zeros(_slots_for(self._used - self._dead + count), np.uint32), 0
-        self._reading = self._writing = 0
-        if not self._used:
-            self._old = None
+    def _begin_pass(self) -> None:
+        """Begin to pack the rows."""
+        self._passing, self._reading, self._writing = True, 0, 0
 
     def _go_on(self, count: int) -> None:
-        """Go on with a pass, if there is one, because `count` rows changed."""
-        if self._old is None:
+        """Go on with a pass, and with another width of the table, if there is one, because `count` rows changed."""
+        if not (self._passing or self._table.changing):
             return
-        until = min(self._used, self._reading + max(_PASS_ROWS, _PASS_RATE * count))
+        self._owed += _PASS_RATE * count
+        if self._owed < _PASS_ROWS:
+            return
+        count = min(self._owed, max(_PASS_ROWS_MOST, _PASS_RATE // 4 * count))
+        self._owed -= count
+        self._table.go_on(self._prefixes, count)
+        if not self._passing:
+            return
+        until = min(self._used, self._reading + count)
         while self._reading < until:
             self._slide(min(_BATCH, until - self._reading))
         if self._reading >= self._used:
-            self._old = None
+            self._passing = False
             self._dead -= self._used - self._writing
             self._used = self._writing
             self._resize_rows(self._used)
 
     def _slide(self, count: int) -> None:
-        """Slide the next `count` rows down, and what else belongs to the last run, and enter them into the new table.
+        """Slide the next `count` rows down, and what else belongs to the last run.
 
-        packed │ dead │ rows still to come          what the old table says of rows behind `reading` stays right
+        packed │ dead │ rows still to come
                ▲writing ▲reading"""
         start, end, target = self._reading, self._reading + count, self._writing
         if (last := int(self._extents[end - 1])) != _DEAD:
             end = self._run(last)[1]
-        rows = np.arange(start, end)
-        # Some are in the new table: those that came since the pass began, or that others made way for. Dead ones leave it, so
-        # that no slot ever names a row that is no more. Asked before anything moves, since slots are known by their rows.
-        found, slots = self._probe(self._table, self._prefixes[start:end])
-        own = found == rows
         living = self._extents[start:end] != _DEAD
-        self._table[slots[own & ~living]] = 1  # any row will do that is another's
-        rows, slots, own, absent = rows[living], slots[living], own[living], (found < 0)[living]
-        absent |= ~own & (self._extents[found[living]] == _DEAD)
-        prefixes, extents = self._prefixes[rows], self._extents[rows]
-        moved = np.arange(target, target + len(rows))
-        heads = self._firsts[extents] == rows
-        self._prefixes[target : target + len(rows)] = prefixes
-        self._extents[target : target + len(rows)] = extents
-        self._extents[target + len(rows) : end] = _DEAD
-        self._firsts[extents[heads]] = moved[heads]
-        self._table[slots[own]] = moved[own] + 1
+        rows = start + np.flatnonzero(living)
         self._reading, self._writing = end, target + len(rows)
-        self._enter(moved[absent])
+        if self._writing == end:
+            return  # nothing was dead so far
+        self._table.leave(self._prefixes, start + np.flatnonzero(~living))
+        prefixes, extents = self._prefixes[rows], self._extents[rows]
+        found, slots = self._table.find(self._prefixes, prefixes)  # before anything moves: slots are known by their rows
+        own = found == rows  # the others are not found, as an earlier one with the same block is
+        moved = np.arange(target, self._writing)
+        heads = self._firsts[extents] == rows
+        self._prefixes[target : self._writing] = prefixes
+        self._extents[target : self._writing] = extents
+        self._extents[self._writing : end] = _DEAD
+        self._firsts[extents[heads]] = moved[heads]
+        self._table.point(slots[own], moved[own])
 
 
-def _equal(some: _Prefixes, others: _Prefixes) -> npt.NDArray[np.bool_]:
-    equal: npt.NDArray[np.bool_] = some[:, 0] == others[:, 0]
-    equal &= some[:, 1] == others[:, 1]  # a third of the time of all(axis=1)
-    return equal
-
-
-def _first_slots(prefixes: _Prefixes, slots: int) -> _Rows:
-    """Return where each key's probe begins: its first bits as a share of the table, whose length can so be any."""
-    return ((prefixes[:, 0] >> np.uint64(32)) * np.uint64(slots) >> np.uint64(32)).astype(np.int64)
-
-
-def _next_slots(slots: _Rows, total: int) -> _Rows:
-    following = slots + 1
-    following[following == total] = 0
-    return following
-
-
-def _prefixes(keys: Keys) -> _Prefixes:
+def _prefixes(keys: Keys) -> Prefixes:
     """Return the first 16 bytes of each key as two numbers."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] < PREFIX_BYTES:
@@ -391,8 +308,3 @@ def _prefixes(keys: Keys) -> _Prefixes:
         joined = b"".join(keys) if len(widths) == 1 else b"".join(key[:PREFIX_BYTES] for key in keys)
         rows = np.frombuffer(joined, np.uint8).reshape(len(keys), -1)
     return np.ascontiguousarray(rows[:, :PREFIX_BYTES]).view(np.uint64)
-
-
-def _slots_for(rows: int) -> int:
-    """Return the length of a new table: room for a third more rows than there are, and then 0.6 full."""
-    return max(_MIN_SLOTS, -(-rows * _ROOM_NUM * _MAX_LOAD_DEN // (_ROOM_DEN * _MAX_LOAD_NUM)))

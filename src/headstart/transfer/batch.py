@@ -70,13 +70,13 @@ class Start:
         tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's, and one lane's
         try:
             reader = native.reader()
-            destination = destination_of(self._into, self._load)
+            destination = destination_of(self._into, self._load, range(1))
             if reader is None or destination is None:
                 return None
             raw = tier.raw([head.span.extent for head in self._heads])
             if raw is None:
                 return None
-            return Batch(reader, self._load, self._prompt, self._pool, tier, self._heads, raw, *destination)
+            return Batch(reader, self._load, self._prompt, self._into, self._pool, tier, self._heads, raw, *destination)
         except Exception:  # noqa: BLE001 - an engine's view may raise anything: the portable way meets it again, and tells
             _log.debug("a load is read the portable way", exc_info=True)
         if raw is not None:
@@ -92,25 +92,29 @@ class Batch:
         reader: native.Reader,
         load: Load,
         prompt: Prompt,
+        into: KVView,
         pool: IOPool,
         tier: RawTier,
         heads: Sequence[Head],
         raw: RawExtents,
-        layers: Table,
-        memory: Sequence[object],
+        first_layer: Table,
+        memory: list[object],
     ) -> None:
+        """`first_layer`: where layer 0 goes, in `memory`."""
         count, per_piece = prompt.representation.layers, prompt.representation.blocks_per_piece
         self.load = load
         self.pool = pool
         self._reader = reader
         self._prompt = prompt
+        self._into = into
         self._tier = tier
         self._heads = heads
         self._raw = raw
         self._memory = memory
         self._changed = Condition()
         self._rest_taken = False  # somebody lays out what comes behind the heads, or has
-        self._no_rest: BaseException | None = None  # why there is none
+        self._rest_left = False  # it is not this reader's
+        self._no_rest: BaseException | None = None  # nor anybody's: why
         self._error: BaseException | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
@@ -141,6 +145,8 @@ class Batch:
             max(group.plan.most_bytes for group in self._groups) + 2 * ALIGNMENT
         )  # where direct I/O begins and ends
         blocks = load.pieces * per_piece
+        layers = np.zeros(count, native.LAYER)
+        layers[:1] = first_layer
         self._tables: dict[str, npt.NDArray[np.generic]] = {
             "layers": layers,
             "parts": parts,
@@ -172,6 +178,9 @@ class Batch:
         if not self._take_rest():
             return
         heads, first_part = len(self._heads), self._parts_of_heads
+        if not self._find_other_layers():
+            self._leave_rest(None)
+            return
         try:
             table, parts, which = lay_out(self._groups, self._raw, rest=True, first_part=first_part)
             self._tables["requests"][heads:], self._tables["parts"][first_part:] = table, parts
@@ -183,6 +192,19 @@ class Batch:
             self._leave_rest(error)
             return
         self._reader.go_on(self._batch)
+
+    def _find_other_layers(self) -> bool:
+        """Ask where the layers behind layer 0 go, for which the heads did not wait; False where that does not suit."""
+        try:
+            found = destination_of(self._into, self.load, range(1, len(self._left)))
+        except Exception:  # noqa: BLE001 - an engine's view may raise anything: the portable way meets it again, and tells
+            _log.debug("a load is read on the portable way", exc_info=True)
+            return False
+        if found is None:
+            return False
+        self._tables["layers"][1:] = found[0]
+        self._memory += found[1]
+        return True
 
     def work(self, staging: Staging | None) -> bool:
         """Read until nothing is left (then False) or a slice of time is over. Without staging nothing is read any more, and
@@ -226,8 +248,8 @@ class Batch:
             self._workers -= 1
             if self._workers:
                 return
-        if self._no_rest is not None:
-            self._tell_no_rest(self._no_rest)
+        if self._rest_left:
+            self._hand_over_rest()
         self._tier.let_go_raw(self._raw, bytes_read=int(self._bytes.sum()))
 
     def _take_rest(self) -> bool:
@@ -235,21 +257,26 @@ class Batch:
             mine, self._rest_taken = not self._rest_taken, True
         return mine
 
-    def _leave_rest(self, error: BaseException) -> None:
-        """Have nothing read behind the heads. The load is told when all of them have ended: by then it is known which extents
-        the portable way has taken over, and tells of."""
-        self._error = self._no_rest = error
+    def _leave_rest(self, error: BaseException | None) -> None:
+        """Read nothing behind the heads here: it is left to the portable way, or, with an error, not read at all. That is done
+        when all heads have ended, since only then it is known which extents the portable way has taken over already."""
+        self._rest_left = True
+        self._no_rest, self._error = error, self._error or error
         self._closing[0] = 1
         for plan in self._plans:
             self._never_read += plan.counts
             self._never_read[0] -= bool(plan.together)
         self._batch.request_count = len(self._heads)  # whoever comes to this end tells with the numbers from above
 
-    def _tell_no_rest(self, error: BaseException) -> None:
+    def _hand_over_rest(self) -> None:
         for extent in np.flatnonzero(self._states != HeaderIs.PORTABLE).tolist():
             plan = self._plans[extent]
-            for request in plan.requests:
-                self._heads[extent].job(self._header(extent), plan.layout, request).abandon(error)
+            jobs = [self._heads[extent].job(self._header(extent), plan.layout, request) for request in plan.requests]
+            if self._no_rest is None:
+                self.pool.submit(jobs)
+            else:
+                for job in jobs:
+                    job.abandon(self._no_rest)
 
     def _head(self, number: int, memory: memoryview, address: int) -> None:
         """Decode and compare a header that lies in staging and that C did not take for right: another retention class's name is

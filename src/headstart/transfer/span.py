@@ -257,7 +257,8 @@ class _HeadJob(_Job):
             return
         first, *rest = self._planned(layout, 0) if planned is None else planned
         self.load.ended([], pieces=0, nbytes=shape.header_bytes)
-        span.pool.submit([self.job(header, layout, request) for request in rest])
+        if rest:
+            span.pool.submit([_Rest(self, header, layout, rest)])
         if parts:
             self._finish(self.job(header, layout, first), coming, staging)
 
@@ -291,14 +292,53 @@ class _HeadJob(_Job):
         self.span.pool.submit([_HeadJob(self.load, self.source, self.span, self.prompt, self.into, alone=True)])
 
     def _finish(self, job: _RangeJob, coming: Iterator[_Part], staging: Staging) -> None:
-        """Have a job tell of what comes with the header. It is not the pool's, but ends as one: told exactly once."""
+        """Have a job tell of what comes with the header."""
         job.coming = coming
-        try:
-            job.run(staging)
-        except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
-            self.span.pool.counters.add("job_errors")
-            _log.exception("a read job failed unexpectedly")
-            job.abandon(error)
+        _run(job, staging)
+
+
+def _run(job: _RangeJob, staging: Staging) -> None:
+    """Run a job that is not the pool's, but ends as one: the load is told exactly once."""
+    try:
+        job.run(staging)
+    except BaseException as error:  # noqa: BLE001 - as in the pool: the load must be told of every piece
+        job.span.pool.counters.add("job_errors")
+        _log.exception("a read job failed unexpectedly")
+        job.abandon(error)
+
+
+class _Rest:
+    """What of a span is still to be read: a job that queues itself again before it reads its next request.
+
+    So the queue holds a job for each extent, in the same order as if it held all requests. Those would be made when the heads
+    come in, thousands of them, while the device waits."""
+
+    def __init__(self, head: _HeadJob, header: ExtentHeader, layout: ExtentLayout, requests: Sequence[Request]) -> None:
+        self._head = head
+        self._header = header
+        self._layout = layout
+        self._requests = requests
+        self._done = 0
+
+    @property
+    def urgency(self) -> tuple[int, ...]:
+        request = self._requests[self._done]
+        return self._head.urgency[0], request.layers.start, self._head.start + request.first
+
+    def run(self, staging: Staging) -> None:
+        job = self._next()
+        if self._done < len(self._requests):
+            job.span.pool.submit([self])  # from here on it may be another thread's
+        _run(job, staging)
+
+    def abandon(self, error: BaseException) -> None:
+        while self._done < len(self._requests):
+            self._next().abandon(error)
+
+    def _next(self) -> _RangeJob:
+        request = self._requests[self._done]
+        self._done += 1
+        return self._head.job(self._header, self._layout, request)
 
 
 class _RangeJob(_Job):

@@ -154,12 +154,14 @@ def _address(array: npt.NDArray[np.generic]) -> int:
     return address
 
 
-def destination_of(into: KVView, load: Load) -> tuple[Table, list[object]] | None:
-    """Return where each layer's pieces go, and the memory itself. None where that is not one buffer or one array of rows."""
+def destination_of(into: KVView, load: Load, asked: range) -> tuple[Table, list[object]] | None:
+    """Return where the pieces of each of `asked` layers go, and the memory itself. None where that is not one buffer or one
+    array of rows."""
     layers = []
     memory: list[object] = []
     sizes = {nbytes: [nbytes] * load.pieces for nbytes in {*load.representation.layer_bytes} if nbytes is not None}
-    for layer, nbytes in enumerate(load.representation.layer_bytes):
+    for layer in asked:
+        nbytes = load.representation.layer_bytes[layer]
         assert nbytes is not None
         found = flat(into.buffers(layer, load.first_piece, sizes[nbytes]))
         if isinstance(found, np.ndarray):

@@ -155,6 +155,40 @@ def test_books_loaded_in_columns_are_those_read_record_by_record(journals: list[
 GOOD = ExtentAdded(ExtentName(SegmentName(WRITER, 1), 4096), 8192, 4096, 6, 8, "agent", b"o" * 16, b"p" * 32)
 
 
+def test_which_key_a_segment_was_sealed_with_is_told_by_the_first_extent_that_was_there_at_the_time() -> None:
+    """The first one is removed behind the others, and counts all the same: in columns as record by record."""
+    segment = SegmentName(WRITER, 1)
+    first, second, third = (
+        replace(GOOD, extent=ExtentName(segment, at << 12), check_key=key) for at, key in ((1, 0), (3, 7), (5, 0))
+    )
+    gone = Removed(1, "capacity", ((first.extent, b""),))
+    data = memoryview(bytes(journal([SegmentOpened(segment, 4096, 1 << 20, 1, b"r" * 32), first, second, third, gone])))
+    slow, fast = (Books(key_ids=KEY_IDS) for _ in range(2))
+    slow.apply(list(decode_records(data, writer=WRITER, generation=GENERATION, offset=0, state=Decoded(0))), own=True)
+    fast.apply(decode_bulk(data, writer=WRITER, generation=GENERATION, offset=0, state=Decoded(0)), own=True)
+    slow.finish_loading()
+    fast.finish_loading()
+    assert what_they_say(fast) == what_they_say(slow)
+    assert list(fast.segments[segment].rows) == [5 << 12]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5])
+def test_a_record_behind_shorter_ones_is_checked_as_any_other(at: int) -> None:
+    """Records of 13 bytes leave no room in front of the next one, where what goes into its check is written."""
+    short = Unknown(200, b"")
+    written = [short] * at + [GOOD] + [short] * (5 - at) + [GOOD, short, GOOD]
+    good = journal(written)
+    for wrong in (None, *range(0, len(good), 7)):
+        data = bytearray(good)
+        if wrong is not None:
+            data[wrong] ^= 1
+        wanted, got = Decoded(0), Decoded(0)
+        records = list(decode_records(memoryview(data), writer=WRITER, generation=GENERATION, offset=0, state=wanted))
+        loaded = decode_bulk(memoryview(data), writer=WRITER, generation=GENERATION, offset=0, state=got)
+        assert got == wanted
+        assert sum(len(one) if isinstance(one, AddedColumns) else 1 for one in loaded) == len(records)
+
+
 def with_number(record: ExtentAdded, at: int, width: int, number: int) -> bytes:
     """Encode a record with another number in it and a check that holds."""
     data = bytearray(encode_record(record, writer=WRITER, generation=GENERATION, offset=0))

@@ -262,20 +262,26 @@ class Books(ExtentTable):
         assert self._loading, "one by one they are found at once"
         offsets = columns.rows["offset"].astype(np.int64)
         nbytes = columns.rows["extent_bytes"].astype(np.int64)
-        ends = offsets + nbytes
+        groups = list(columns.groups())
+        firsts = np.array([first for _, first, _ in groups])
+        falls = np.concatenate([[False], offsets[1:] <= offsets[:-1]])
+        falls[firsts] = False
+        out_of_order = set((np.searchsorted(firsts, np.flatnonzero(falls), "right") - 1).tolist())
+        of_each = (np.maximum.reduceat(each, firsts).tolist() for each in (nbytes, offsets + nbytes, columns.rows["last_used"]))
         plain: dict[Segment, npt.NDArray[np.int64]] = {}
-        for name, first, end in columns.groups():
+        for number, ((name, first, end), most, last, used) in enumerate(zip(groups, *of_each, strict=True)):
             segment = self.segments.get(name)
             if segment is None or not segment.opened or segment.gone:
                 continue
-            some, check_keys = offsets[first:end], columns.check_keys(first, end)
-            in_order = segment.rows.behind(int(some[0])) and bool((some[1:] > some[:-1]).all())
-            in_order &= self._largest_bytes is None or int(nbytes[first:end].max()) <= self._largest_bytes
+            check_keys = columns.check_keys(first, end)
+            in_order = number not in out_of_order and segment.rows.behind(offsets.item(first))
+            in_order &= self._largest_bytes is None or most <= self._largest_bytes
             if segment not in plain and in_order and len(check_keys) == 1 and self._seal(segment, int(check_keys[0])):
                 segment.stale |= not own
-                segment.end = max(segment.end, int(ends[first:end].max()))
-                self.counter = max(self.counter, int(columns.rows["last_used"][first:end].max()))
-                plain[segment] = first + np.flatnonzero(~segment.dead.among(some))
+                segment.end = max(segment.end, last)
+                self.counter = max(self.counter, used)
+                some = np.arange(first, end)
+                plain[segment] = some[~segment.dead.among(offsets[first:end])] if segment.dead else some
                 continue
             self._enter_columns(columns, plain, now_ms)
             plain = {}
@@ -320,8 +326,10 @@ class Books(ExtentTable):
         for name in {segment.index for segment in groups}:
             those = np.repeat(np.array([segment.index == name for segment in groups]), counts)
             some = blocks[those]
-            within = np.arange(int(some.sum())) - np.repeat(np.cumsum(some) - some, some)
-            keys = columns.keys[np.repeat(columns.first_keys[at[those]], some) + within]
+            keys = columns.keys
+            if int(some.sum()) < len(keys):  # else they are all of them
+                within = np.arange(int(some.sum())) - np.repeat(np.cumsum(some) - some, some)
+                keys = keys[np.repeat(columns.first_keys[at[those]], some) + within]
             self._index(name).load(keys, rows[those], some)
         with_state = np.flatnonzero((new["flags"] & BOUNDARY_STATE) * blocks)
         if len(with_state):

@@ -118,11 +118,8 @@ class Journal:
             generation=tail.generation,
             size=tail.position,
         )
-        try:
-            journal._written = journal._read_back()
-            journal.broken = bool(tail.stopped)
-        except (OSError, StoreError):  # it could be read a moment ago
-            journal.broken = True
+        journal._written = tail.read.copy()
+        journal.broken = bool(tail.stopped)
         journal._unknown = list(unknown)
         return journal
 
@@ -263,6 +260,7 @@ class JournalTail:
         self.stopped = ""
         self.taken = False
         self.ended = False
+        self.read = xxhash.xxh3_64()  # of all bytes in front of `position`
         self._refused = b""  # how a long record began that was found to be damaged, so that it is not read again and again
         self._disk = disk
         self._path = directory.journal_path(writer, generation)
@@ -312,7 +310,7 @@ class JournalTail:
         if self.stopped == "version":
             return records
         size = self._disk.facts(self.handle).size
-        start, going = self.position, True
+        start, read, going = self.position, self.read.copy(), True
         try:
             while going and self.position < size:
                 found, stopped = self._decode(decode, min(chunk_bytes, size - self.position), size - self.position)
@@ -320,7 +318,7 @@ class JournalTail:
                 going = bool(found) and stopped in ("", "torn")  # torn: cut where the chunk ends, or the file
                 self.stopped = stopped
         except BaseException:
-            self.position = start
+            self.position, self.read = start, read
             raise
         return records
 
@@ -338,6 +336,7 @@ class JournalTail:
         found = decode(data, writer=self.writer, generation=self.generation, offset=self.position, state=state)
         if found:
             self._refused = b""
+        self.read.update(data[: state.end - self.position])
         self.position = state.end
         return found, state.stopped
 
@@ -357,6 +356,7 @@ class JournalTail:
                 raise ValueError("its header names another journal")
             if version != VERSION:
                 self.stopped = "version"
+            self.read.update(data)
         except ValueError as error:
             raise StoreError(
                 f"journal {self._path} cannot be read: {error}", reason="journal-header", path=self._path

@@ -518,7 +518,7 @@ class ExtentTable:
 
     def _take_rows(self, count: int) -> npt.NDArray[np.int64]:
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        return np.concatenate([np.array(again, np.int64), self._new_rows(count - len(again))])
+        return np.concatenate([again, self._new_rows(count - len(again))]) if again else self._new_rows(count)
 
     def _new_rows(self, count: int) -> npt.NDArray[np.int64]:
         first, self._used_rows = self._used_rows, self._used_rows + count
