@@ -50,6 +50,7 @@ class Cause(StrEnum):
     CORRUPT = "corrupt"
     PENDING = "not_yet_written"
     REPRESENTATION = "other_representation"
+    CHECK_KEY = "other_check_key"
     RECOMPUTED = "recompute_cheaper"
     FULL = "store_full"
     BUDGET = "write_budget"

@@ -179,6 +179,16 @@ class FarTier(Protocol):
         ...
 
 
+@runtime_checkable
+class KeyedTier(Protocol):
+    """A tier where others write as well, with keys of their own."""
+
+    def hidden_since(self, representation: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """Return for each key when the block came, in milliseconds since 1970, if it lies here with checks that are not
+        believed, and so is not found; None if it does not."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Blocks of one extent that came or went: `keys` as in `ExtentInfo`."""

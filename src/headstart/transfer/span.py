@@ -337,14 +337,15 @@ class _RangeJob(_Job):
     def attempt(self, staging: Staging, wanted: int) -> None:
         layers, nbytes = 0, 0  # that have come, and that the load is not told of yet
         fault: Fault | None = None
+        good = self.start + self.pieces  # the first piece that is not
         try:
             for count, size, found in self._arrive(staging, wanted):
-                if found is not None and (fault is None or found.piece < fault.piece):
-                    fault = found
+                if found is not None and found.piece < good:
+                    fault, good = found, found.piece
                 layers, nbytes = layers + count, nbytes + size
                 if nbytes >= _TOLD_BYTES:
                     self._tell(layers, nbytes, fault)
-                    layers, nbytes = 0, 0
+                    layers, nbytes, fault = 0, 0, None
         except (StoreError, OSError):
             if layers:
                 self._tell(layers, nbytes, fault)

@@ -210,6 +210,12 @@ class PoolTier:
             self._counters.add("locate_refused_key", refused)
         return Placement(extents, positions, states)
 
+    def hidden_since(self, representation: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """See `KeyedTier`."""
+        self._require_open()
+        with self._store.lock:
+            return self._store.books.hidden_since(representation, keys)
+
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         self._require_open()
         with self._store.lock:
