@@ -247,7 +247,7 @@ def test_what_the_c_reader_reads_after_its_lease_is_a_counted_miss(tmp_path: Pat
 
     def late(self: PoolReading, extents: Sequence[ExtentId]) -> RawExtents | None:
         for held in self._held.values():
-            held.deadline = now[0]
+            held.deadline = now[0] + 1e-6
         found = raw(self, extents)
         now[0] += 1.0
         return found

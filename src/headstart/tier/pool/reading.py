@@ -92,14 +92,15 @@ class PoolReading:
         return total
 
     def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        """See `RawTier`. Where checks have a key, none: the C reader makes no such checks."""
         store = self._store
         if store.sealing.has_key or not isinstance(store.disk, SharedDisk):
             return None
         found = [self._held.get(extent) for extent in extents]
         places = [one for one in found if one is not None]
-        if len(places) < len(found):
+        left_s = min((one.deadline for one in places), default=0.0) - store.clock()
+        if len(places) < len(found) or left_s <= 0:
             return None
-        left_s = min(one.deadline for one in places) - store.clock()
         held: list[Segment] = []
         descriptors: dict[int, int] = {}
         try:
