@@ -51,7 +51,8 @@ def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVVie
         jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into, taking))
     for pool, heads in jobs.items():
         # By type: a tier that only passes on what it does not know may break bytes on their way, and must be asked for them.
-        suits = hasattr(type(heads[0].span.tier), "raw") and not prompt.representation.varies
+        span = heads[0].span
+        suits = hasattr(type(span.tier), "raw") and span.far is None and not prompt.representation.varies
         pool.submit([Start(load, prompt, into, pool, heads)] if suits and native.reader() is not None else heads)
 
 
