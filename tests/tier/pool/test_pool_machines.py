@@ -272,6 +272,6 @@ def test_a_segment_that_is_said_to_be_huge_takes_the_room_of_one(machine: Make, 
     journal.append(lies + [SegmentSealed(name, nbytes)] * sealed, sync=True)
     b.wait(1)
     room = b.tier._store.room.reserved_bytes() - a.tier._store.room.reserved_bytes()
-    assert 0 < room <= CAPACITY // 8
+    assert 0 < room <= CAPACITY // 8 + 4096  # the lies themselves are in a journal
     assert b.save(2) == "written"
     assert b.found([1, 2]) == {1, 2}
