@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headstart.errors import StoreError
 from headstart.testing.fake_kv import aligned_bytes
 from headstart.tier.arena import is_aligned
-from headstart.transfer.buffers import Staging, fill_as_it_comes, flat, gather, scatter, split
+from headstart.transfer.buffers import Coming, Staging, flat, gather, scatter, split
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.lists(st.integers(0, 60), max_size=12))
@@ -45,15 +45,23 @@ def test_what_comes_goes_where_it_belongs_or_is_missed(
     last = max(
         (offset + sum(b.nbytes for b in buffers) for offset, buffers in targets if any(map(len, buffers))), default=begin
     )
-    filled = fill_as_it_comes([data[a:b] for a, b in pairwise(edges)], targets, at=begin)
+    chunks = iter([data[a:b] for a, b in pairwise(edges)])
+    coming = Coming(chunks, at=begin)
     if last - begin > len(data):
         with pytest.raises(StoreError, match="ended at byte"):
-            list(filled)
+            fill(coming, targets)
         return
-    assert len(list(filled)) == len(targets)
+    fill(coming, targets)
+    coming.end()
+    assert next(chunks, None) is None
     for offset, buffers in targets:
         wanted = data[offset - begin :]
         assert b"".join(map(bytes, buffers)) == wanted[: sum(b.nbytes for b in buffers)]
+
+
+def fill(coming: Coming, targets: list[tuple[int, list[memoryview]]]) -> None:
+    for offset, buffers in targets:
+        coming.fill(offset, buffers)
 
 
 def test_what_is_scattered_is_gathered_again() -> None:

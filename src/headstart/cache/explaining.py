@@ -10,7 +10,7 @@ from headstart.block.keys import BlockKey
 from headstart.cache.faults import counted
 from headstart.cache.history import SaveFate, SaveHistory
 from headstart.metrics import Counters
-from headstart.tier.base import Gone, Tier
+from headstart.tier.base import Gone, KeyedTier, Tier
 
 Absence = Literal[
     "evicted",
@@ -22,6 +22,7 @@ Absence = Literal[
     "budget",
     "dropped",
     "other-representation",
+    "other-key",
     "late",
     "unknown",
 ]
@@ -56,6 +57,7 @@ def fates_of(
     gone: list[tuple[Gone, Tier] | None] = [None] * len(keys)
     since: list[tuple[float, Tier] | None] = [None] * len(keys)
     elsewhere: list[Tier | None] = [None] * len(keys)
+    hidden: list[Tier | None] = [None] * len(keys)
     for tier in tiers:
         with counted(counters, tier, "removed"):
             for place, one in enumerate(tier.removed(representation, keys, before_ms=round(at_s * 1000))):
@@ -65,19 +67,23 @@ def fates_of(
                 info = tier.info(extent) if extent >= 0 else None
                 if info is not None:
                     since[place] = info.created_ms / 1000, tier
+            if isinstance(tier, KeyedTier):
+                for place, came_ms in enumerate(tier.hidden_since(representation, keys)):
+                    hidden[place] = tier if came_ms is not None and came_ms / 1000 <= at_s else hidden[place]
             for other in tier.representations():
                 if other != representation:
                     for place, extent in enumerate(tier.locate(other, keys).extents.tolist()):
                         info = tier.info(extent) if extent >= 0 else None
                         if info is not None and info.created_ms / 1000 <= at_s:
                             elsewhere[place] = tier
-    return [_fate(*known, at_s=at_s) for known in zip(saves, gone, since, elsewhere, strict=True)]
+    return [_fate(*known, at_s=at_s) for known in zip(saves, gone, since, hidden, elsewhere, strict=True)]
 
 
 def _fate(
     save: SaveFate | None,
     gone: tuple[Gone, Tier] | None,
     since: tuple[float, Tier] | None,
+    hidden: Tier | None,
     elsewhere: Tier | None,
     *,
     at_s: float,
@@ -92,4 +98,6 @@ def _fate(
         return Fate(absence, reason, gone[1].name, gone_s)
     if since is not None and since[0] <= at_s:
         return Fate("late", tier=since[1].name)
+    if hidden is not None:
+        return Fate("other-key", tier=hidden.name)
     return Fate("unknown") if elsewhere is None else Fate("other-representation", tier=elsewhere.name)

@@ -50,6 +50,7 @@ class Cause(StrEnum):
     CORRUPT = "corrupt"
     PENDING = "not_yet_written"
     REPRESENTATION = "other_representation"
+    CHECK_KEY = "other_check_key"
     RECOMPUTED = "recompute_cheaper"
     FULL = "store_full"
     BUDGET = "write_budget"
@@ -67,6 +68,7 @@ LOST = (
     Cause.CORRUPT,
     Cause.PENDING,
     Cause.REPRESENTATION,
+    Cause.CHECK_KEY,
     Cause.RECOMPUTED,
     Cause.FULL,
     Cause.BUDGET,
@@ -115,6 +117,7 @@ FIXES = {
     Cause.DELETED: "nothing: somebody removed it on purpose, with headstart cache rm for instance",
     Cause.CORRUPT: "check the disk; headstart cache verify reads the rest",
     Cause.PENDING: "send one request first, and the others when its answer has begun and a moment has passed",
+    Cause.CHECK_KEY: "give all machines the same cache.check_key_file; while a key is exchanged, both keys, one a line",
     Cause.REPRESENTATION: "serve with the dtype, engine and shards that wrote it; only an equal representation is read",
     Cause.RECOMPUTED: "nothing: reading it would have taken longer; a faster disk, or more cache.memory, turns that round",
     Cause.FULL: "give the cache more room (cache.capacity, cache.quotas), or unpin something",

@@ -37,6 +37,7 @@ _CAUSES: dict[Absence, Cause] = {
     "budget": Cause.BUDGET,
     "dropped": Cause.DROPPED,
     "other-representation": Cause.REPRESENTATION,
+    "other-key": Cause.CHECK_KEY,
     "late": Cause.LATE,
     "unknown": Cause.UNKNOWN,
 }
@@ -311,6 +312,7 @@ def _evidence(fate: Fate) -> str:
         "budget": f"not written{at}{because}",
         "dropped": f"not written{at}{because}",
         "other-representation": f"in {fate.tier} only as another engine, dtype or shard wrote it",
+        "other-key": f"in {fate.tier} only with checks that the keys here (cache.check_key_file) did not make",
         "late": f"in {fate.tier}, and not found in time",
         "unknown": "neither a save nor a removal of it is remembered",
     }[fate.absence]

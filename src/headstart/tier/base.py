@@ -10,6 +10,7 @@ Whoever calls (the cache) turns them into a miss and a counter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol, runtime_checkable
@@ -122,7 +123,7 @@ class ReadRange:
 @dataclass(frozen=True, slots=True, eq=False)
 class RawExtents:
     """Extents in their files, which are held open until the tier's `let_go_raw`: entry i of a column is extent i's.
-    `descriptors` bypass the page cache."""
+    `descriptors` bypass the page cache. `until_s`: by `time.monotonic`; what is read later is asked for through `read`."""
 
     descriptors: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -130,6 +131,7 @@ class RawExtents:
     header_bytes: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
     files: object  # the tier's own
+    until_s: float = math.inf
 
 
 class RawTier(Protocol):
@@ -174,6 +176,16 @@ class FarTier(Protocol):
     def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
         """Ask for a part of a leased extent's image at once and yield its bytes, in order, as they come. Raises what `read`
         does, also in between."""
+        ...
+
+
+@runtime_checkable
+class KeyedTier(Protocol):
+    """A tier where others write as well, with keys of their own."""
+
+    def hidden_since(self, representation: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """Return for each key when the block came, in milliseconds since 1970, if it lies here with checks that are not
+        believed, and so is not found; None if it does not."""
         ...
 
 

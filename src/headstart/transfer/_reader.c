@@ -2,6 +2,7 @@
 
    Promises: at most one request a thread is in flight; a piece is counted only after its check was right; a request that could
    not be read, or whose check differs, or that is no longer wanted as a whole, is handed back and nothing is said about it.
+   What another library brings, chunk by chunk, `headstart_take` puts in its place, and says how much of it is right.
    Leaves to Python: headers that are not exactly as expected, what is read, what a failure means, who is told. No Python.h: one
    build serves every interpreter, and the hash is the one that the xxhash package brings, called by address. */
 
@@ -60,6 +61,7 @@ typedef struct {
     const int64_t *limit;       /* pieces from here on are not wanted any more */
     const int64_t *cancelled;   /* not 0: hand everything back */
     const int64_t *closing;     /* not 0: hand everything back */
+    int64_t until_ns;           /* by the monotonic clock: what is read later is handed back */
     int64_t next;
     int64_t laid_out;           /* requests that may be taken: the heads first, all once `headstart_go_on` says so */
     void *(*create)(void);
@@ -69,10 +71,18 @@ typedef struct {
     Hash (*digest_of)(const void *);
 } Batch;
 
+typedef struct {            /* how far a stream has come whose bytes belong to `parts`, in the order of their offsets */
+    const Part *parts;
+    int64_t count;
+    int32_t *right;             /* [parts] so many pieces of each, from its first one on, are what was written */
+    int64_t at;                 /* the offset of the next byte that comes */
+    int64_t part, filled;       /* what is being filled, and how many bytes of it are there */
+} Coming;
+
 /* `native.py` has the same numbers, and uses no reader that has others: one of another headstart, left behind by an update, would
    take its tables for something else. The first is raised with every change of meaning that the sizes do not show. */
-const int64_t headstart_layout[] = {2, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
-                                    offsetof(Batch, next)};
+const int64_t headstart_layout[] = {3, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
+                                    offsetof(Batch, next), sizeof(Coming)};
 
 static int64_t now_ns(void)
 {
@@ -115,30 +125,34 @@ static int read_exactly(int descriptor, const struct iovec *into, int count, int
     return got == nbytes;
 }
 
-/* Check every piece of a part, at `staged` or else where it lies in the destination. */
-static int verify(const Batch *b, void *state, const Part *part, const uint8_t *staged)
+/* Check a piece, at `staged` or else where it lies in the destination. */
+static int is_right(const Batch *b, void *state, int32_t number, int64_t piece, const uint8_t *staged)
 {
-    const Layer *layer = &b->layers[part->layer];
+    const Layer *layer = &b->layers[number];
     uint8_t prefix[PREFIX_BYTES], check[16];
     memcpy(prefix, b->digest, 32);
+    memcpy(prefix + 32, b->keys + ((piece + 1) * b->blocks_per_piece - 1) * 32, 32);
     for (int i = 0; i < 4; i++)
-        prefix[64 + i] = (uint8_t)((uint32_t)part->layer >> (8 * i));
-    for (int64_t i = 0; i < part->pieces; i++) {
-        int64_t piece = part->start + i;
-        memcpy(prefix + 32, b->keys + ((piece + 1) * b->blocks_per_piece - 1) * 32, 32);
-        b->reset(state);
-        b->update(state, prefix, PREFIX_BYTES);
-        if (staged)
-            b->update(state, staged + i * layer->piece_bytes, (size_t)layer->piece_bytes);
-        else
-            for (int64_t row = 0; row < layer->rows; row++) {
-                const uint8_t *at = layer->address + piece * layer->piece_stride + row * layer->row_stride;
-                b->update(state, at, (size_t)layer->row_bytes);
-            }
-        canonical(b->digest_of(state), check);
-        if (memcmp(check, b->checks + (part->layer * b->piece_count + piece) * 16, 16))
+        prefix[64 + i] = (uint8_t)((uint32_t)number >> (8 * i));
+    b->reset(state);
+    b->update(state, prefix, PREFIX_BYTES);
+    if (staged)
+        b->update(state, staged, (size_t)layer->piece_bytes);
+    else
+        for (int64_t row = 0; row < layer->rows; row++) {
+            const uint8_t *at = layer->address + piece * layer->piece_stride + row * layer->row_stride;
+            b->update(state, at, (size_t)layer->row_bytes);
+        }
+    canonical(b->digest_of(state), check);
+    return !memcmp(check, b->checks + (number * b->piece_count + piece) * 16, 16);
+}
+
+/* The same of every piece of a part. */
+static int verify(const Batch *b, void *state, const Part *part, const uint8_t *staged)
+{
+    for (int64_t i = 0; i < part->pieces; i++)
+        if (!is_right(b, state, part->layer, part->start + i, staged ? staged + i * b->layers[part->layer].piece_bytes : 0))
             return 0;
-    }
     return 1;
 }
 
@@ -258,6 +272,11 @@ static int settle(Batch *b, const Request *request, void *state, uint8_t *stagin
     return (good ? GOOD : 0) | (count_down(b, request, good, good) ? ENDED : 0);
 }
 
+static int is_late(const Batch *b)
+{
+    return now_ns() > b->until_ns;
+}
+
 static int is_over(const Batch *b)
 {
     return __atomic_load_n(b->cancelled, __ATOMIC_ACQUIRE) || __atomic_load_n(b->closing, __ATOMIC_ACQUIRE);
@@ -336,9 +355,9 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
                 __atomic_store_n(&b->states[request->extent], KNOWN, __ATOMIC_RELEASE);
             if (count_down(b, request, header != PORTABLE, 0))
                 outcome = LAYER_ENDED;
-        } else if (is_over(b)) {
+        } else if (is_over(b) || is_late(b)) {
             outcome = HANDED_BACK;
-        } else if (request->start + request->pieces > limit || !fetch(b, request, staging, staging_bytes)) {
+        } else if (request->start + request->pieces > limit || !fetch(b, request, staging, staging_bytes) || is_late(b)) {
             outcome = HANDED_BACK;
         } else if (request->head_bytes) {
             outcome = HEAD_READ;
@@ -370,6 +389,41 @@ int headstart_settle(Batch *b, int64_t number, uint8_t *staging, int header)
     if (state)
         b->release(state);
     return found;
+}
+
+/* Copy a chunk that comes next to where its bytes belong, and check every piece that is whole by it. What lies between parts is
+   passed over. Of the batch only the tables of pieces are used: `layers`, `keys`, `checks` and what belongs to them. Returns how
+   many parts are there by now, -1 where there is no memory. */
+int64_t headstart_take(const Batch *b, Coming *c, const uint8_t *bytes, int64_t nbytes)
+{
+    void *state = b->create();
+    if (!state)
+        return -1;
+    while (nbytes && c->part < c->count) {
+        const Part *part = &c->parts[c->part];
+        const Layer *layer = &b->layers[part->layer];
+        int64_t gap = part->offset + c->filled - c->at, n = gap < nbytes ? gap : nbytes;
+        if (gap <= 0) {
+            int64_t piece = c->filled / layer->piece_bytes, within = c->filled % layer->piece_bytes;
+            int64_t row = within / layer->row_bytes, column = within % layer->row_bytes;
+            uint8_t *to = layer->address + (part->start + piece) * layer->piece_stride + row * layer->row_stride + column;
+            n = layer->row_bytes - column < nbytes ? layer->row_bytes - column : nbytes;
+            memcpy(to, bytes, (size_t)n);
+            c->filled += n;
+            if (c->filled % layer->piece_bytes == 0 && c->right[c->part] == piece)
+                c->right[c->part] += is_right(b, state, part->layer, part->start + piece, 0);
+            if (c->filled == part->pieces * layer->piece_bytes) {
+                c->part++;
+                c->filled = 0;
+            }
+        }
+        c->at += n;
+        bytes += n;
+        nbytes -= n;
+    }
+    c->at += nbytes;
+    b->release(state);
+    return c->part;
 }
 
 /* Return the check of one piece: what `native.py` compares with Python's before it uses any of this. */

@@ -14,6 +14,7 @@ everything goes the portable way from the start.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from threading import Condition
@@ -167,6 +168,8 @@ class Batch:
         self._batch = reader.batch()
         for name, array in self._tables.items():
             setattr(self._batch, name, array.ctypes.data)
+        if raw.until_s < math.inf:
+            self._batch.until_ns = int(raw.until_s * 1e9)
         self._batch.request_count = len(table)
         self._batch.laid_out = len(first)
         self._batch.piece_count = load.pieces

@@ -5,7 +5,7 @@ Copies go through NumPy because it lets go of the GIL while it copies; a slice a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -83,31 +83,46 @@ def scatter(source: memoryview, into: Bytes) -> None:
     assert at == source.nbytes
 
 
-def fill_as_it_comes(
-    chunks: Iterable[bytes | memoryview], targets: Iterable[tuple[int, Sequence[memoryview]]], *, at: int
-) -> Iterator[None]:
-    """Fill buffers from a stream that begins at offset `at`: targets are (offset, flat buffers) in the order of their offsets,
-    and what lies between them is passed over. Yields whenever one of them is full, and reads on when asked for the next one.
-    Raises StoreError("short-read") where the stream ends before the last is full, and what the stream raises."""
-    coming = iter(chunks)
-    chunk = memoryview(b"")
-    for offset, buffers in targets:
+class Coming:
+    """A stream that begins at offset `at`, and is taken in the order of its bytes. All raise what the stream raises, and
+    StoreError("short-read") where it ends too early."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview], *, at: int) -> None:
+        self._coming = iter(chunks)
+        self._chunk = memoryview(b"")
+        self.at = at
+
+    def fill(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill flat buffers, one behind the other, with what stands at `offset`; what comes before it is passed over."""
         for buffer in buffers:
             done = 0
             while done < buffer.nbytes:
-                if at + chunk.nbytes <= offset:
-                    at += chunk.nbytes
-                    got = next(coming, None)
-                    if got is None:
-                        raise StoreError(f"what was to be read ended at byte {at}", reason="short-read")
-                    chunk = memoryview(got)
-                    continue
-                part = chunk[offset - at : offset - at + buffer.nbytes - done]
+                chunk = self.chunk()
+                skipped = min(offset - self.at, chunk.nbytes)
+                part = chunk[skipped : skipped + buffer.nbytes - done]
                 _copy(part, buffer[done : done + part.nbytes])
+                self.take(skipped + part.nbytes)
                 done, offset = done + part.nbytes, offset + part.nbytes
-        yield
-    for _ in coming:  # there is nothing more, and the stream is told that it was read to its end
-        pass
+
+    def chunk(self) -> memoryview:
+        """Return some bytes that come next, at least one. They stay until they are taken."""
+        while not self._chunk.nbytes:
+            got = next(self._coming, None)
+            if got is None:
+                raise StoreError(f"what was to be read ended at byte {self.at}", reason="short-read")
+            self._chunk = memoryview(got)
+        return self._chunk
+
+    def take(self, nbytes: int) -> None:
+        """Go on behind so many bytes of the chunk."""
+        self._chunk = self._chunk[nbytes:]
+        self.at += nbytes
+
+    def end(self) -> None:
+        """Let the rest come, so that the stream is told that it was read to its end."""
+        self._chunk = memoryview(b"")
+        for _ in self._coming:
+            pass
 
 
 def _copy(source: memoryview, into: memoryview) -> None:

@@ -49,8 +49,10 @@ class HeaderIs(IntEnum):
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
-_MEANING = 2  # raised together with the first number of `headstart_layout`
+_MEANING = 3  # raised together with the first number of `headstart_layout`
+_NEVER_NS = 2**63 - 1
 _NO_MEMORY = 7
+_NO_MEMORY_SAID = "the C reader has no memory for the state of a check"
 
 
 class Batch(ctypes.Structure):
@@ -62,9 +64,21 @@ class Batch(ctypes.Structure):
         ("states", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("digest", "keys", "tokens", "checks")),
         *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
+        ("until_ns", ctypes.c_int64),
         ("next", ctypes.c_int64),
         ("laid_out", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("create", "release", "reset", "update", "digest_of")),
+    )
+
+
+class Coming(ctypes.Structure):
+    """`Coming` of _reader.c."""
+
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("right", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("at", "part", "filled")),
     )
 
 
@@ -76,7 +90,9 @@ class Reader:
     hashing: tuple[int, ...]
 
     def batch(self) -> Batch:
-        return Batch(**dict(zip(("create", "release", "reset", "update", "digest_of"), self.hashing, strict=True)))
+        return Batch(
+            until_ns=_NEVER_NS, **dict(zip(("create", "release", "reset", "update", "digest_of"), self.hashing, strict=True))
+        )
 
     def work(self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int, first: int) -> tuple[Outcome, int]:
         """Read requests of the batch in their order, `first` before them (-1: none), until one of the outcomes; return it, and
@@ -84,7 +100,7 @@ class Reader:
         number = ctypes.c_int64(first)
         outcome = self.library.headstart_work(ctypes.byref(batch), staging, staging_bytes, budget_ns, ctypes.byref(number))
         if outcome == _NO_MEMORY:
-            raise MemoryError("the C reader has no memory for the state of a check")
+            raise MemoryError(_NO_MEMORY_SAID)
         return Outcome(outcome), number.value
 
     def go_on(self, batch: Batch) -> None:
@@ -96,6 +112,16 @@ class Reader:
         right, and whether layer 0 has ended by it."""
         found: int = self.library.headstart_settle(ctypes.byref(batch), number, staging, header)
         return bool(found & 1), bool(found & 2)
+
+    def take(self, batch: Batch, coming: Coming, chunk: memoryview) -> int:
+        """Put a chunk where it belongs and check what is whole by it; return how many parts are there by now. Holds no lock."""
+        data = np.frombuffer(chunk, np.uint8)
+        found: int = self.library.headstart_take(
+            ctypes.byref(batch), ctypes.byref(coming), data.__array_interface__["data"][0], data.nbytes
+        )
+        if found < 0:
+            raise MemoryError(_NO_MEMORY_SAID)
+        return found
 
 
 def address_of(memory: memoryview) -> int:
@@ -115,6 +141,8 @@ def reader() -> Reader | None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         library.headstart_work.argtypes = [address, address, number, number, address]
         library.headstart_go_on.argtypes = [address]
+        library.headstart_take.argtypes = [address, address, address, number]
+        library.headstart_take.restype = number
         library.headstart_settle.argtypes = [address, number, address, ctypes.c_int]
         found = Reader(library, tuple(_address(hashes, name) for name in _HASH))
         if not _is_ours(library):
@@ -134,7 +162,7 @@ def reader() -> Reader | None:
 def _is_ours(library: ctypes.CDLL) -> bool:
     """Whether the library was compiled from the source beside this file: an update of an editable install compiles nothing."""
     sizes = [LAYER.itemsize, PART.itemsize, REQUEST.itemsize, EXTENT.itemsize, ctypes.sizeof(Batch)]
-    want = [_MEANING, *sizes, Batch.next.offset]
+    want = [_MEANING, *sizes, Batch.next.offset, ctypes.sizeof(Coming)]
     try:
         return list((ctypes.c_int64 * len(want)).in_dll(library, "headstart_layout")) == want
     except ValueError:  # it is from before there was such a thing

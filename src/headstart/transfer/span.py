@@ -28,11 +28,12 @@ from headstart.tier.arena import ALIGNMENT, is_aligned
 from headstart.tier.base import FarTier, ReadRange
 from headstart.transfer import native
 from headstart.transfer.batch import Start
-from headstart.transfer.buffers import Bytes, Staging, fill_as_it_comes, flat, scatter, split, total_bytes
+from headstart.transfer.buffers import Bytes, Coming, Staging, flat, scatter, split, total_bytes
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import Fault, KVView, Load
 from headstart.transfer.plan import Prompt, Request, Span, expected_layout, far_requests, read_with_head, requests
 from headstart.transfer.state import StateSpan, start_reading_state
+from headstart.transfer.taking import Taking
 
 _NOTHING = Request(range(0), 0, 0)
 _TOLD_BYTES = 1 << 20  # of a request that is still coming: the load is told of so much at once
@@ -45,11 +46,13 @@ def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVVie
     if state is not None:
         start_reading_state(load, state, source=len(spans), representation=prompt.representation)
     jobs: dict[IOPool, list[_HeadJob]] = {}
+    taking = Taking(load, prompt, into)
     for source, span in enumerate(spans):
-        jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into))
+        jobs.setdefault(span.pool, []).append(_HeadJob(load, source, span, prompt, into, taking))
     for pool, heads in jobs.items():
         # By type: a tier that only passes on what it does not know may break bytes on their way, and must be asked for them.
-        suits = hasattr(type(heads[0].span.tier), "raw") and not prompt.representation.varies
+        span = heads[0].span
+        suits = hasattr(type(span.tier), "raw") and span.far is None and not prompt.representation.varies
         pool.submit([Start(load, prompt, into, pool, heads)] if suits and native.reader() is not None else heads)
 
 
@@ -128,26 +131,21 @@ class _Job:
             part.staged = bounce[part.offset - start : part.offset - start + part.nbytes]
         return bounce[offset - start : offset - start + head_bytes], iter(parts)
 
-    def stream(
-        self, far: FarTier, staging: Staging, parts: Sequence[_Part], *, offset: int, head_bytes: int = 0
-    ) -> tuple[memoryview, Iterator[_Part]]:
-        """As `read`, in one request to a far tier: the head is there on return, the parts come while they are asked for. What
-        lies between them is thrown away."""
-        bounced = max((part.nbytes for part in parts if isinstance(part.buffers, np.ndarray)), default=0)
-        memory = staging.take(head_bytes + bounced)
-        head, bounce = memory[:head_bytes], memory[head_bytes:]
-        targets: list[tuple[int, Sequence[memoryview]]] = [(offset, [head])]
+    def stream(self, far: FarTier, offset: int, end: int) -> Coming:
+        """Ask a far tier for a part of the extent, in one request."""
+        return Coming(far.stream(self.span.extent, offset, end - offset), at=offset)
+
+    def as_it_comes(self, coming: Coming, staging: Staging, parts: Sequence[_Part]) -> Iterator[_Part]:
+        """As `read`, from a stream, while parts are asked for. What lies between them is thrown away."""
+        bounce = staging.take(max((part.nbytes for part in parts if isinstance(part.buffers, np.ndarray)), default=0))
         for part in parts:
             if isinstance(part.buffers, np.ndarray):
                 part.staged = bounce[: part.nbytes]
-                targets.append((part.offset, [part.staged]))
+                coming.fill(part.offset, [part.staged])
             else:
-                targets.append((part.offset, part.buffers))
-        end = parts[-1].offset + parts[-1].nbytes if parts else offset + head_bytes
-        filled = fill_as_it_comes(far.stream(self.span.extent, offset, end - offset), targets, at=offset)
-        next(filled)
-        coming = (part for part, _ in zip(parts, filled, strict=True))
-        return head, coming if parts else iter(list(coming))
+                coming.fill(part.offset, part.buffers)
+            yield part
+        coming.end()
 
     def keep(self, part: _Part, header: ExtentHeader) -> Fault | None:
         """Verify pieces that have arrived, copy the good ones out of staging; return the fault of the first bad one."""
@@ -158,8 +156,11 @@ class _Job:
             scatter(part.staged[:nbytes], buffers[:good] if isinstance(buffers, np.ndarray) else split(buffers, [nbytes])[0])
         if good == len(sizes):
             return None
-        message = f"piece {self._in_extent(good)} of layer {part.layer} in extent {self.span.extent} is not what was written"
-        return self.fault("corrupt", message, piece=self.start + good)
+        return self.not_right(part.layer, good)
+
+    def not_right(self, layer: int, i: int) -> Fault:
+        message = f"piece {self._in_extent(i)} of layer {layer} in extent {self.span.extent} is not what was written"
+        return self.fault("corrupt", message, piece=self.start + i)
 
     def _count_right(self, part: _Part, header: ExtentHeader) -> int:
         if part.staged is not None:
@@ -215,11 +216,14 @@ class _Part:
 class _HeadJob(_Job):
     """Reads the header, and with it what of the first layers lies right behind it; queues the rest.
 
-    `alone`: the header only, after the two together could not be read."""
+    `taking`: the load's. `alone`: the header only, after the two together could not be read."""
 
-    def __init__(self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, *, alone: bool = False) -> None:
+    def __init__(
+        self, load: Load, source: int, span: Span, prompt: Prompt, into: KVView, taking: Taking, *, alone: bool = False
+    ) -> None:
         layers = range(prompt.representation.layers)
         super().__init__(load, source, span, prompt, into, layers=layers, first=0, pieces=span.pieces)
+        self.taking = taking
         self.alone = alone
 
     def attempt(self, staging: Staging, wanted: int) -> None:
@@ -228,17 +232,26 @@ class _HeadJob(_Job):
         if shape is None:
             raise StoreError(f"extent {span.extent} is gone")
         parts: list[_Part] = []  # that come with the header, where they lie as expected
+        stream: Coming | None = None  # that brings them, or
+        coming: Iterator[_Part] = iter(())  # they themselves
         expected, planned = None, None
+        far = None if self.alone else span.far
+        end = shape.header_bytes
         if not (self.alone or representation.varies):
             expected = expected_layout(representation, shape.blocks, shape.header_bytes)
             planned = self._planned(expected, wanted)
-            parts = [self.part(layer, *_place(expected, layer, span.first, planned[0].count)) for layer in planned[0].layers]
-        far = None if self.alone else span.far
+            if far is None:
+                places = (_place(expected, layer, span.first, planned[0].count) for layer in planned[0].layers)
+                parts = [self.part(layer, *place) for layer, place in zip(planned[0].layers, places, strict=True)]
+            elif planned[0].layers:
+                end = _end(expected, planned[0], span.first)
         try:
             if far is None:
                 head, coming = self.read(staging, parts, offset=0, head_bytes=shape.header_bytes)
             else:
-                head, coming = self.stream(far, staging, parts, offset=0, head_bytes=shape.header_bytes)
+                stream = self.stream(far, 0, end)
+                head = staging.take(shape.header_bytes)
+                stream.fill(0, [head])
         except (StoreError, OSError):
             if self.alone or not (parts or far):
                 raise
@@ -259,8 +272,12 @@ class _HeadJob(_Job):
         self.load.ended([], pieces=0, nbytes=shape.header_bytes)
         if rest:
             span.pool.submit([_Rest(self, header, layout, rest)])
-        if parts:
-            self._finish(self.job(header, layout, first), coming, staging)
+        if first.layers:
+            job = self.job(header, layout, first)
+            job.arriving, job.coming = stream, None if stream is not None else coming
+            _run(job, staging)
+        elif stream is not None:
+            stream.end()
 
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> _RangeJob:
         return _RangeJob(self, header, layout, request)
@@ -289,12 +306,7 @@ class _HeadJob(_Job):
         return [Request(range(bool(together)), 0, together), *requests(layout, first=first, pieces=pieces, done=together)]
 
     def _again(self) -> None:
-        self.span.pool.submit([_HeadJob(self.load, self.source, self.span, self.prompt, self.into, alone=True)])
-
-    def _finish(self, job: _RangeJob, coming: Iterator[_Part], staging: Staging) -> None:
-        """Have a job tell of what comes with the header."""
-        job.coming = coming
-        _run(job, staging)
+        self.span.pool.submit([_HeadJob(self.load, self.source, self.span, self.prompt, self.into, self.taking, alone=True)])
 
 
 def _run(job: _RangeJob, staging: Staging) -> None:
@@ -343,55 +355,82 @@ class _Rest:
 
 class _RangeJob(_Job):
     """Reads pieces that lie side by side: some of one layer, or those of several layers. `layers`: those of which the load was
-    told nothing yet. `coming`: its parts, where they are being read already. `apart`: by a plain read, after what it is a part
-    of could not be read."""
+    told nothing yet. `coming`: its parts, where they are there already; `arriving`: the stream that brings them, where it has
+    begun. `apart`: by a plain read, after what it is a part of could not be read."""
 
     coming: Iterator[_Part] | None = None
+    arriving: Coming | None = None
 
-    def __init__(self, head: _Job, header: ExtentHeader, layout: ExtentLayout, asked: Request, *, apart: bool = False) -> None:
+    def __init__(
+        self, head: _HeadJob | _RangeJob, header: ExtentHeader, layout: ExtentLayout, asked: Request, *, apart: bool = False
+    ) -> None:
         load, source, span, prompt, into = head.load, head.source, head.span, head.prompt, head.into
         super().__init__(load, source, span, prompt, into, layers=asked.layers, first=asked.first, pieces=asked.count)
         self.header = header
         self.layout = layout
+        self.taking: Taking = head.taking
         self.apart = apart
 
     def attempt(self, staging: Staging, wanted: int) -> None:
-        some: list[_Part] = []  # which the load is not told of yet
-        nbytes = 0  # of those
+        layers, nbytes = 0, 0  # that have come, and that the load is not told of yet
         fault: Fault | None = None
+        good = self.start + self.pieces  # the first piece that is not
         try:
-            for part in self.coming or self._read(staging, wanted):
-                found = self.keep(part, self.header)
-                if found is not None and (fault is None or found.piece < fault.piece):
-                    fault = found
-                some.append(part)
-                nbytes += part.nbytes
+            for count, size, found in self._arrive(staging, wanted):
+                if found is not None and found.piece < good:
+                    fault, good = found, found.piece
+                layers, nbytes = layers + count, nbytes + size
                 if nbytes >= _TOLD_BYTES:
-                    self._tell(some, fault)
-                    some, nbytes = [], 0
+                    self._tell(layers, nbytes, fault)
+                    layers, nbytes, fault = 0, 0, None
         except (StoreError, OSError):
-            if some:
-                self._tell(some, fault)
+            if layers:
+                self._tell(layers, nbytes, fault)
             if self.pieces == 1 and len(self.layers) == 1 and (self.apart or self.span.far is None):
                 raise
             self._in_parts()
             return
-        if some:
-            self._tell(some, fault)
+        if layers:
+            self._tell(layers, nbytes, fault)
 
-    def _read(self, staging: Staging, wanted: int) -> Iterator[_Part]:
+    def _arrive(self, staging: Staging, wanted: int) -> Iterator[tuple[int, int, Fault | None]]:
+        """Yield how many more layers have come and were verified, how many bytes they are, and the first fault in them."""
+        far = None if self.apart else self.span.far
+        if far is not None and self.taking.suits(self.header):
+            yield from self._taken(far)
+            return
+        for part in self.coming or self._read(far, staging, wanted):
+            yield 1, part.nbytes, self.keep(part, self.header)
+
+    def _read(self, far: FarTier | None, staging: Staging, wanted: int) -> Iterator[_Part]:
         first = self._in_extent(0)
         parts = [self.part(layer, *_place(self.layout, layer, first, wanted)) for layer in self.layers]
-        far = None if self.apart else self.span.far
         if far is not None:
-            return self.stream(far, staging, parts, offset=parts[0].offset)[1]
+            return self.as_it_comes(self._begun(far), staging, parts)
         return self.read(staging, parts, offset=parts[0].offset)[1]
 
-    def _tell(self, some: Sequence[_Part], fault: Fault | None) -> None:
-        self.load.ended(
-            [part.layer for part in some], pieces=self.pieces, nbytes=sum(part.nbytes for part in some), fault=fault
-        )
-        self.layers = range(some[-1].layer + 1, self.layers.stop)
+    def _begun(self, far: FarTier) -> Coming:
+        """Return the stream that brings all of it."""
+        if self.arriving is not None:
+            return self.arriving
+        start = self.layout.piece_range(self.layers[0], self._in_extent(0), self.pieces)[0]
+        return self.stream(far, start, _end(self.layout, self._asked(), self.span.first))
+
+    def _taken(self, far: FarTier) -> Iterator[tuple[int, int, Fault | None]]:
+        for layers, right in self.taking.take(self._begun(far), self.header, self.layout, self.span, self._asked()):
+            fault = None
+            worst = int(right.argmin())
+            if right[worst] < self.pieces:
+                fault = self.not_right(layers[worst], int(right[worst]))
+            yield len(layers), sum(self.layout.piece_range(layer, 0, self.pieces)[1] for layer in layers), fault
+
+    def _asked(self) -> Request:
+        return Request(self.layers, self.start - self.span.start, self.pieces)
+
+    def _tell(self, layers: int, nbytes: int, fault: Fault | None) -> None:
+        """Tell the load of the next so many layers."""
+        self.load.ended(self.layers[:layers], pieces=self.pieces, nbytes=nbytes, fault=fault)
+        self.layers = self.layers[layers:]
 
     def _in_parts(self) -> None:
         """Read layer by layer, a layer piece by piece, so that what lies before the bad one is kept."""
@@ -401,6 +440,12 @@ class _RangeJob(_Job):
         else:
             parts = [Request(self.layers, first + i, 1) for i in range(self.pieces)] if self.layers else []
         self.span.pool.submit([_RangeJob(self, self.header, self.layout, part, apart=True) for part in parts])
+
+
+def _end(layout: ExtentLayout, request: Request, first: int) -> int:
+    """Return where what is asked for of an extent, from its piece `first` on, ends in its image."""
+    start, nbytes = layout.piece_range(request.layers[-1], first + request.first, request.count)
+    return start + nbytes
 
 
 def _place(layout: ExtentLayout, layer: int, first: int, count: int) -> tuple[int, Sequence[int]]:

@@ -68,7 +68,7 @@ class FaultyBucket(Bucket):
         self._fail("read")
         return super().read(key, buffers, offset)
 
-    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes]:
+    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
         self._fail("read")
         return super().stream(key, offset, nbytes)
 

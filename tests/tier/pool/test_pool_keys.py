@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool_kit import TIMING, Machine, image, keys, prompt
@@ -13,7 +14,10 @@ from pool_kit import TIMING, Machine, image, keys, prompt
 from headstart.block.checks import XXH3, Sealing, keyed
 from headstart.block.extent import decode_header
 from headstart.block.whole import examine
+from headstart.cache.explaining import fates_of
+from headstart.cache.history import SaveHistory
 from headstart.errors import ExtentCorrupt
+from headstart.metrics import Counters
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import ExtentId, ReadRange, Terms
 from headstart.tier.pool import PoolTier
@@ -70,6 +74,20 @@ def test_what_one_sealed_another_with_the_key_reads(machine: Make) -> None:
     info = b.tier.info(b.extent(1))
     assert info is not None
     assert info.check_key == KEY.key_id
+
+
+@pytest.mark.parametrize("sealing", [Sealing(), Sealing((OTHER,))], ids=["no key", "another key"])
+def test_why_says_that_what_is_there_was_sealed_otherwise(machine: Make, sealing: Sealing) -> None:
+    theirs = machine(sealing=sealing)
+    theirs.save(1)
+    mine = machine(sealing=KEYED)
+
+    def fates(at_s: float) -> set[tuple[str, str]]:
+        asked: dict[str, Any] = {"representation": TINY.digest, "tiers": [mine.tier], "counters": Counters()}
+        return {(fate.absence, fate.tier) for fate in fates_of(keys(1), at_s=at_s, history=SaveHistory(), **asked)}
+
+    assert fates(mine.wall.now + 1.0) == {("other-key", "pool")}
+    assert fates(mine.wall.now - 60.0) == {("unknown", "")}  # it was not there yet
 
 
 def test_what_has_the_tiers_checks_already_is_stored_as_it_is(machine: Make) -> None:

@@ -14,6 +14,7 @@ from headstart.policy.retention import Retention
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import ReadRange, Terms
 from headstart.tier.disk import DiskTier
+from headstart.tier.disk.records import Record, SegmentName, SegmentOpened, SegmentSealed
 from headstart.tier.pool import PoolTier, Timing
 
 Make = Callable[..., Machine]
@@ -258,3 +259,19 @@ def test_what_is_gone_is_told_from_what_was_never_there(machine: Make) -> None:
     gone = b.tier.removed(TINY.digest, keys(1), before_ms=1 << 60)
     assert {one.reason for one in gone if one is not None} == {"user"}
     assert b.tier.removed(TINY.digest, keys(2), before_ms=1 << 60) == [None] * 4
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("nbytes", [CAPACITY + 4096, (1 << 62) - 4096])
+def test_a_segment_that_is_said_to_be_huge_takes_the_room_of_one(machine: Make, sealed: bool, nbytes: int) -> None:
+    a, b = machine(), machine()
+    a.save(1)
+    journal = a.tier._store.journal
+    name = SegmentName(journal.writer, 1 << 20)
+    lies: list[Record] = [SegmentOpened(name, 4096, 4096 if sealed else nbytes, 0, TINY.digest)]
+    journal.append(lies + [SegmentSealed(name, nbytes)] * sealed, sync=True)
+    b.wait(1)
+    room = b.tier._store.room.reserved_bytes() - a.tier._store.room.reserved_bytes()
+    assert 0 < room <= CAPACITY // 8 + 4096  # the lies themselves are in a journal
+    assert b.save(2) == "written"
+    assert b.found([1, 2]) == {1, 2}

@@ -69,9 +69,11 @@ class Books(ExtentTable):
         retention: Retention | None = None,
         key_ids: frozenset[int] = PLAIN.key_ids,
         largest_bytes: int | None = None,
+        segment_bytes: int | None = None,
     ) -> None:
         """`key_ids`: which keys checks may have been made with that are known here. `largest_bytes`: what is said of an extent
-        of more is passed over, and counted in `too_large`."""
+        that ends behind it is passed over, and counted in `too_large`. `segment_bytes`: no segment is believed to be larger,
+        whatever is said of it; only extents in it may make it so."""
         super().__init__(Retention() if retention is None else retention)
         self.representations: dict[bytes, bytes] = {}
         self.declared: set[bytes] = set()  # representations that the own journal declares
@@ -86,6 +88,7 @@ class Books(ExtentTable):
         self.too_large = 0
         self._key_ids = key_ids
         self._largest_bytes = largest_bytes
+        self._segment_bytes = segment_bytes
         self._loading = True
         self._early_uses: list[Touched | UsedColumns] = []
         self._early_terms: list[tuple[ClassRaised | Pinned, bool, int]] = []
@@ -116,7 +119,7 @@ class Books(ExtentTable):
                 case SegmentSealed():
                     segment = self.segment(record.segment)
                     segment.sealed = True
-                    segment.end = max(segment.end, record.end)
+                    segment.end = max(segment.end, self._bounded(record.end))
                 case RepresentationDeclared(encoded):
                     digest = _digest(encoded)
                     self.representations[digest] = encoded
@@ -192,17 +195,20 @@ class Books(ExtentTable):
             return  # what is in it stands in another index; the file itself says which is right, when it is opened
         segment.representation = record.representation
         segment.header_bytes = record.header_bytes
-        segment.capacity_bytes = record.capacity_bytes
+        segment.capacity_bytes = self._bounded(record.capacity_bytes)
         segment.created_ms = record.created_ms
-        segment.end = max(segment.end, record.header_bytes)
+        segment.end = max(segment.end, self._bounded(record.header_bytes))
         segment.opened = True
         segment.recorded |= own
+
+    def _bounded(self, nbytes: int) -> int:
+        return nbytes if self._segment_bytes is None else min(nbytes, self._segment_bytes)
 
     def _add(self, record: ExtentAdded, *, own: bool, now_ms: int) -> None:
         segment = self.segments.get(record.extent.segment)
         if segment is None or not segment.opened or segment.gone:
             return
-        if self._largest_bytes is not None and record.extent_bytes > self._largest_bytes:
+        if self._largest_bytes is not None and record.extent.offset + record.extent_bytes > self._largest_bytes:
             self.too_large += 1
             return
         segment.stale |= not own
@@ -267,15 +273,15 @@ class Books(ExtentTable):
         falls = np.concatenate([[False], offsets[1:] <= offsets[:-1]])
         falls[firsts] = False
         out_of_order = set((np.searchsorted(firsts, np.flatnonzero(falls), "right") - 1).tolist())
-        of_each = (np.maximum.reduceat(each, firsts).tolist() for each in (nbytes, offsets + nbytes, columns.rows["last_used"]))
+        of_each = (np.maximum.reduceat(each, firsts).tolist() for each in (offsets + nbytes, columns.rows["last_used"]))
         plain: dict[Segment, npt.NDArray[np.int64]] = {}
-        for number, ((name, first, end), most, last, used) in enumerate(zip(groups, *of_each, strict=True)):
+        for number, ((name, first, end), last, used) in enumerate(zip(groups, *of_each, strict=True)):
             segment = self.segments.get(name)
             if segment is None or not segment.opened or segment.gone:
                 continue
             check_keys = columns.check_keys(first, end)
             in_order = number not in out_of_order and segment.rows.behind(offsets.item(first))
-            in_order &= self._largest_bytes is None or most <= self._largest_bytes
+            in_order &= self._largest_bytes is None or last <= self._largest_bytes
             if segment not in plain and in_order and len(check_keys) == 1 and self._seal(segment, int(check_keys[0])):
                 segment.stale |= not own
                 segment.end = max(segment.end, last)

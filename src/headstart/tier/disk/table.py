@@ -160,8 +160,13 @@ class ExtentTable:
 
     def hidden(self, representation: bytes, keys: Sequence[bytes]) -> int:
         """Return how many of these blocks lie here with checks that are not believed."""
+        return sum(since is not None for since in self.hidden_since(representation, keys))
+
+    def hidden_since(self, representation: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """Return when those of these blocks came that lie here so, in milliseconds since 1970; None for the others."""
         index = self._indexes.get(representation + _HIDDEN)
-        return 0 if index is None or not keys else int(np.count_nonzero(index.lookup(keys)[0] >= 0))
+        rows = [] if index is None or not keys else index.lookup(keys)[0].tolist()
+        return [int(self._created_ms[row]) if row >= 0 else None for row in rows] or [None] * len(keys)
 
     def hidden_keys(self) -> set[int]:
         """Return the keys of checks that are not believed, of what is here."""

@@ -102,7 +102,7 @@ class ObjectDisk:
         """Open a segment that a journal says is there, and how long it is. Asks nobody."""
         return self._keep(_File(path, size=nbytes))
 
-    def stream_segment(self, handle: Handle, offset: int, nbytes: int) -> Iterator[bytes]:
+    def stream_segment(self, handle: Handle, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
         """Ask for a part of a segment and yield its bytes as they come. Raises OSError, StoreError("short-read")."""
         begun, first_s = time.monotonic(), None
         for chunk in self.bucket.stream(self._key(self._file(handle).path), offset, nbytes):

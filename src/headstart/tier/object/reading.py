@@ -19,7 +19,7 @@ class ObjectReading(PoolReading):
         super().__init__(store)
         self._objects = store.objects
 
-    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes]:
+    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
         """Ask for a part of a leased extent at once and yield its bytes as they come, for as long as the lease holds. Nothing
         is tried twice, and no conclusion is drawn from what fails: `read` does both."""
         held = self._held_for(extent, offset, nbytes)

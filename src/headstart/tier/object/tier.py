@@ -114,7 +114,7 @@ class ObjectTier(PoolTier):
         """See `FarTier`."""
         return self._store.objects.fetching.gap_bytes
 
-    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes]:
+    def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
         """See `FarTier`."""
         self._require_open()
         return self._reading.stream(extent, offset, nbytes)

@@ -9,18 +9,22 @@ its checks; whether it is wrong or only not there yet is looked at before anythi
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from headstart.block.representation import Representation
 from headstart.block.whole import aligned, examine
 from headstart.errors import ExtentCorrupt, StoreError
-from headstart.tier.base import ExtentId, ReadRange, Shape
+from headstart.tier.base import ExtentId, RawExtents, ReadRange, Shape
 from headstart.tier.disk.pause import LOST
 from headstart.tier.disk.scrub import require_same
 from headstart.tier.disk.table import Segment
+from headstart.tier.pool.shared_disk import SharedDisk
 
 if TYPE_CHECKING:
     from headstart.tier.pool.store import PoolStore
@@ -86,6 +90,48 @@ class PoolReading:
         total = sum(map(self._read, reads))
         self._store.counters.add("bytes_read", total)
         return total
+
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        """See `RawTier`. Where checks have a key, none: the C reader makes no such checks."""
+        store = self._store
+        if store.sealing.has_key or not isinstance(store.disk, SharedDisk):
+            return None
+        found = [self._held.get(extent) for extent in extents]
+        places = [one for one in found if one is not None]
+        left_s = min((one.deadline for one in places), default=0.0) - store.clock()
+        if len(places) < len(found) or left_s <= 0:
+            return None
+        held: list[Segment] = []
+        descriptors: dict[int, int] = {}
+        try:
+            for segment in {one.segment.number: one.segment for one in places}.values():
+                handle = store.files.hold(segment)
+                held.append(segment)
+                descriptor = store.disk.direct_descriptor(handle)
+                if descriptor is None:
+                    break
+                descriptors[segment.number] = descriptor
+            else:
+                return RawExtents(
+                    np.array([descriptors[one.segment.number] for one in places], np.int64),
+                    np.array([one.offset for one in places], np.int64),
+                    np.array([one.nbytes for one in places], np.int64),
+                    np.array([one.shape.header_bytes for one in places], np.int64),
+                    np.array([one.shape.blocks for one in places], np.int64),
+                    held,
+                    until_s=time.monotonic() + left_s,
+                )
+        except (StoreError, OSError):
+            pass  # `read` meets it too, counts it and draws the consequences
+        for segment in held:
+            store.files.let_go(segment)
+        return None
+
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
+        assert isinstance(raw.files, list)
+        for segment in raw.files:
+            self._store.files.let_go(segment)
+        self._store.counters.add("bytes_read", bytes_read)
 
     def is_right(self, extent: ExtentId) -> bool | None:
         """Whether an extent's bytes are what was written, read anew from a file that is opened anew; None where that cannot be

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headstart.tier.pool.store import PoolStore
 
 _SILENT_BEATS = 12  # a writer that has said nothing for so long adds nothing either
-_MOST_SHARE = 8
+MOST_SHARE = 8  # of the capacity a segment takes at most such a part
 _LOOKS = 32
 
 
@@ -99,7 +99,7 @@ def pool_segment_capacity(representation: Representation, *, capacity_bytes: int
     """Return the size of segments: as on a disk, but at most an eighth of the capacity, since several writers begin some
     each."""
     size = segment_capacity(representation, capacity_bytes=capacity_bytes)
-    return min(size, capacity_bytes // _MOST_SHARE // ALIGNMENT * ALIGNMENT)
+    return min(size, capacity_bytes // MOST_SHARE // ALIGNMENT * ALIGNMENT)
 
 
 def reserved(segment: Segment) -> int:

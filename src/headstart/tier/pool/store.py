@@ -50,7 +50,7 @@ from headstart.tier.disk.records import (
 from headstart.tier.disk.segment import SegmentHeader
 from headstart.tier.disk.table import Segment
 from headstart.tier.pool.follow import Missed, Writers
-from headstart.tier.pool.room import Room, pool_segment_capacity
+from headstart.tier.pool.room import MOST_SHARE, Room, pool_segment_capacity
 from headstart.tier.pool.timing import Timing
 
 RENEW_BYTES = 1 << 20  # a journal that grew by this much, more than half of it dead, starts anew
@@ -114,7 +114,12 @@ class PoolStore:
         self.sealing = sealing
         self.holes = False
         self.lock = Lock()
-        self.books = Books(retention=retention, key_ids=sealing.key_ids, largest_bytes=capacity_bytes)
+        self.books = Books(
+            retention=retention,
+            key_ids=sealing.key_ids,
+            largest_bytes=capacity_bytes,
+            segment_bytes=capacity_bytes // MOST_SHARE,
+        )
         self.files = self._files_of(disk, directory)
         self.writers = Writers(disk, directory, clock=clock, counters=counters)
         self.room = Room(self)

@@ -33,6 +33,7 @@ from headstart.tier.base import (
     OnChange,
     Placement,
     Problem,
+    RawExtents,
     ReadRange,
     Shape,
     Terms,
@@ -209,6 +210,12 @@ class PoolTier:
             self._counters.add("locate_refused_key", refused)
         return Placement(extents, positions, states)
 
+    def hidden_since(self, representation: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """See `KeyedTier`."""
+        self._require_open()
+        with self._store.lock:
+            return self._store.books.hidden_since(representation, keys)
+
     def info(self, extent: ExtentId) -> ExtentInfo | None:
         self._require_open()
         with self._store.lock:
@@ -234,6 +241,14 @@ class PoolTier:
     def read(self, reads: Sequence[ReadRange]) -> int:
         self._require_open()
         return self._reading.read(reads)
+
+    def raw(self, extents: Sequence[ExtentId]) -> RawExtents | None:
+        """See `RawTier`."""
+        return None if self._closed else self._reading.raw(extents)
+
+    def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
+        """See `RawTier`."""
+        self._reading.let_go_raw(raw, bytes_read=bytes_read)
 
     def write(self, image: memoryview, representation: Representation, *, terms: Terms = DEFAULT_TERMS) -> WriteOutcome:
         self._require_open()
