@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,11 @@ def keys(seed: int, pieces: int = 4) -> list[BlockKey]:
 
 def taken_bytes(root: Path) -> int:
     """What stands in segment files, asked of the file system."""
-    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+    nbytes = 0
+    for path in root.rglob("*.seg"):
+        with suppress(FileNotFoundError):  # collected since it was listed
+            nbytes += path.stat().st_size
+    return nbytes
 
 
 @contextmanager
