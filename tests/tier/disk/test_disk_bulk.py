@@ -172,6 +172,20 @@ def test_which_key_a_segment_was_sealed_with_is_told_by_the_first_extent_that_wa
     assert list(fast.segments[segment].rows) == [5 << 12]
 
 
+def test_a_segment_that_is_opened_again_and_again_is_read_in_columns_too() -> None:
+    """As only a wrong writer's journal says. Between two of them there may be no extent, and no columns."""
+    segment = SegmentName(WRITER, 1)
+    again = SegmentOpened(segment, 4096, 1 << 20, 1, b"r" * 32)
+    first, second = (replace(GOOD, extent=ExtentName(segment, at << 12)) for at in (1, 3))
+    data = memoryview(bytes(journal([again, again, first, again, again, second, again])))
+    slow, fast = (Books(key_ids=KEY_IDS) for _ in range(2))
+    slow.apply(list(decode_records(data, writer=WRITER, generation=GENERATION, offset=0, state=Decoded(0))), own=True)
+    fast.apply(decode_bulk(data, writer=WRITER, generation=GENERATION, offset=0, state=Decoded(0)), own=True)
+    slow.finish_loading()
+    fast.finish_loading()
+    assert what_they_say(fast) == what_they_say(slow)
+
+
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5])
 def test_a_record_behind_shorter_ones_is_checked_as_any_other(at: int) -> None:
     """Records of 13 bytes leave no room in front of the next one, where what goes into its check is written."""

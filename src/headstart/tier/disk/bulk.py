@@ -185,7 +185,7 @@ def _decode(data: memoryview, name: bytes, offset: int, state: Decoded, found: l
             ends_here = bytes(payload[:_SEGMENT_BYTES]) in segments
         elif kind_of in _REMOVED:
             ends_here = before > begun and len(columns.check_keys(begun, before)) > 1
-        if ends_here:
+        if ends_here and before > begun:
             found.append(columns.part(begun, before))
             begun, segments = before, set()
             run = max(0, run - 1)  # it may go on in the next stretch
