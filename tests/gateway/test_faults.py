@@ -154,7 +154,7 @@ def test_a_worker_that_starts_anew_holds_nothing() -> None:
             return int(told["attempts"][0]["scores"][0]["reused_tokens"])
 
         assert answer.choices
-        assert reused() > 200
+        eventually(lambda: reused() > 200)
         one.started = 2.0
         eventually(lambda: router.workers()[one.url]["instance"] == "2.0")
         assert reused() == 0

@@ -184,6 +184,8 @@ def test_an_adapter_that_changes_behind_the_offer_is_loaded_as_offered_and_not_s
     digest = AdapterDigests(read_settings({"models_directory": str(tmp_path)})).of(lora)
     assert digest is not None
     kit.save(worker, replace(kit.prompt(128), adapters=(digest,)), range(1, 9))
+    # What one process stores another knows of a moment later.
+    kit.until(lambda: found(scheduler, request("before", lora_request=lora), 0) == (128, True))
     asked = request(lora_request=lora)
     assert found(scheduler, asked, 0) == (128, True)
     file.write_bytes(b"another")
