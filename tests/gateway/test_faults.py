@@ -177,6 +177,20 @@ def test_a_worker_that_starts_anew_holds_nothing() -> None:
         assert reused() == 0
 
 
+def test_a_worker_that_starts_anew_is_not_presumed_to_hold_what_it_was_sent_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    presumed: list[str] = []
+    monkeypatch.setattr(sending, "_PRESUMED_AFTER_S", 2.0)  # far behind its start
+    monkeypatch.setattr(Routing, "presume", lambda self, name, keys: presumed.append(name))
+    with Fake(well) as one, routed([one.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        text_of(client)
+        one.started = 2.0
+        eventually(lambda: router.workers()[one.url]["instance"] == "2.0")
+        text_of(client)
+        eventually(lambda: bool(presumed))
+    assert len(presumed) == 1
+
+
 @pytest.fixture
 def worker() -> Iterator[Running]:
     with running(FakeEngine()) as worker:

@@ -134,7 +134,7 @@ class Direct:
         alone = not routing.requests(worker.id)
         routing.sent(id, attempt.decision, tokens=known.tokens, now_s=now_s)
         # Later: of a long prompt it takes as long as the choice.
-        presuming = asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, routing.presume, worker.id, known.keys)
+        presuming = asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, fleet.presume, worker, worker.lives, known.keys)
         worker.requests += 1
         worker.resting.tries(now_s)
         if not worker.flights:
