@@ -300,6 +300,12 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one() -> None
         assert read_all(client).count(b"HTTP/1.1 200 OK") == 2
 
 
+def test_who_offers_another_protocol_and_asks_for_the_end_of_the_connection_gets_it() -> None:
+    with listening(Service()) as url, connected(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n")
+        assert b"\r\nconnection: close\r\n" in read_all(client).lower()
+
+
 def test_a_body_is_what_was_sent_however_it_comes() -> None:
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000)))
     body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()

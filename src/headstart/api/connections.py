@@ -27,6 +27,7 @@ HEAD_BYTES = 64 << 10
 _BODY_BYTES = 256 << 10  # of one body, before anybody counts them
 _SMALL_BYTES = 4096
 _LOOK_S = 0.02  # how often, at first, it is looked whether who sends no more has gone
+_OFFERS = (b"upgrade", b"http2-settings")
 _TCP_CLOSE = 7  # of the kernel's states
 _TOLD_S = 60.0  # how often the log says that there are too many
 _log = logging.getLogger("headstart")
@@ -121,10 +122,14 @@ class _Connection(HttpToolsProtocol):
     def _parse_without_offer(self) -> None:
         """Take a head that offers another protocol as if it did not: the parser believes that what comes behind is spoken in
         that one, and is no body."""
-        offers = (b"upgrade", b"connection", b"http2-settings")
-        kept = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name not in offers]
+        kept = b""
+        for name, value in self.headers:
+            if name == b"connection":  # it may say more, as that the connection ends with the answer
+                value = b",".join(word for word in value.split(b",") if word.strip().lower() not in _OFFERS)
+            if name not in _OFFERS:
+                kept += b"%b: %b\r\n" % (name, value)
         version = self.parser.get_http_version().encode()
-        head = b"".join((self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n", *kept, b"\r\n"))
+        head = b"".join((self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n", kept, b"\r\n"))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(head)
