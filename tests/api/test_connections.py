@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from api.serving import listening, running, served
 from headstart.api.accounts import Accounts
+from headstart.api.connections import connection_type
 from headstart.api.service import Service
 from headstart.ledger.log import UsageLog
 from headstart.ledger.reading import Reading, entries
@@ -196,6 +199,54 @@ def test_a_head_without_end_is_refused_before_it_is_much() -> None:
     assert sent < 64 << 20
 
 
+def test_what_stands_behind_a_body_is_no_header_and_has_an_end() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            while (await receive()).get("more_body"):
+                pass
+            seen.append(scope["headers"])
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    server = uvicorn.Server(uvicorn.Config(app, http=connection_type(), lifespan="off", log_level="error"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            with connected(url) as client:
+                client.sendall(chunked + b"1\r\na\r\n0\r\nAuthorization: Bearer another\r\n\r\n")
+                assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            for endless in (b"0\r\nX: ", b"5;x="):
+                with connected(url) as client:
+                    client.sendall(chunked + endless)
+                    sent = 0
+                    try:
+                        while sent < 64 << 20:
+                            sent += client.send(b"x" * (1 << 16))
+                    except (ConnectionResetError, BrokenPipeError):
+                        pass
+                assert sent < 64 << 20
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert [name for name, _ in seen[0]] == [b"host", b"content-type", b"transfer-encoding"]
+
+
+def test_a_head_may_be_as_long_in_many_pieces_as_in_one() -> None:
+    more = b"".join(b"x-%d: %b\r\n" % (number, b"y" * 500) for number in range(110))
+    head = b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + more + b"Connection: close\r\n\r\n"
+    with listening(Service()) as url, connected(url) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(head), 700):
+            client.sendall(head[at : at + 700])
+            select.select([client], [], [], 0.001)
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
+
+
 def test_who_asks_for_two_things_at_once_and_leaves_has_both_ended() -> None:
     engine = FakeEngine(answer=b"Rome.")
     engine.gate.clear()
@@ -218,9 +269,10 @@ def test_two_requests_sent_at_once_are_answered_one_after_the_other() -> None:
     assert got.count(b"HTTP/1.1 200 OK") == got.count(b"Rome.") == 2
 
 
-def test_an_old_client_gets_its_stream_without_chunks_and_then_the_end_of_the_connection() -> None:
+@pytest.mark.parametrize("offer", [b"", b"Connection: upgrade\r\nUpgrade: h2c\r\n"], ids=["plain", "offers another protocol"])
+def test_an_old_client_gets_its_stream_without_chunks_and_then_the_end_of_the_connection(offer: bytes) -> None:
     body = b'{"prompt": "x", "max_tokens": 5, "stream": true}'
-    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + offer + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
     with running(FakeEngine(answer=b"Rome.")) as server, connected(server.url) as client:
         client.sendall(head + body)
         named, _, got = read_all(client).partition(b"\r\n\r\n")
@@ -246,6 +298,12 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one() -> None
         client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + offer + b"\r\nGET /ver")
         client.sendall(b"sion HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert read_all(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_who_offers_another_protocol_and_asks_for_the_end_of_the_connection_gets_it() -> None:
+    with listening(Service()) as url, connected(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n")
+        assert b"\r\nconnection: close\r\n" in read_all(client).lower()
 
 
 def test_a_body_is_what_was_sent_however_it_comes() -> None:

@@ -248,6 +248,14 @@ def test_c_and_hashlib_make_the_same_keys(monkeypatch: pytest.MonkeyPatch, block
     assert all(len(keys) == blocks for keys in made)
 
 
+@pytest.mark.parametrize("root", [b"", b"r", b"r" * 31, b"r" * 40], ids=len)
+def test_a_chain_behind_any_root_is_what_hashlib_makes(monkeypatch: pytest.MonkeyPatch, root: bytes) -> None:
+    data = np.arange(64 * 9, dtype="<u4").tobytes()
+    made = keys_module.chain(root, data)
+    monkeypatch.setattr(keys_module, "native_chain", lambda: None)
+    assert made == keys_module.chain(root, data)
+
+
 def test_a_library_that_makes_other_keys_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         class headstart_chain:

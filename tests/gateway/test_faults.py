@@ -20,8 +20,11 @@ from gateway.gateway_kit import Routed, routed
 from headstart.api.accounts import Accounts
 from headstart.api.keyring import Keyring
 from headstart.api.keys import append_key, make_key
+from headstart.gateway import sending
+from headstart.gateway.worker import Address
 from headstart.ledger.log import UsageLog
 from headstart.ledger.reading import Reading, entries
+from headstart.policy.routing.router import Routing
 from headstart.testing.fake_engine import FakeEngine
 
 ASKED: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -54,6 +57,20 @@ FAILING: dict[str, Say] = {
         b'data: {"error": {"message": "no", "type": "server_error", "code": "x"}}\n\n',
     ],
 }
+
+
+def test_who_refused_a_prompt_is_not_presumed_to_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    presumed: list[str] = []
+    monkeypatch.setattr(sending, "_PRESUMED_AFTER_S", 1.0)  # far behind the refusal
+    monkeypatch.setattr(Routing, "presume", lambda self, name, keys: presumed.append(name))
+    with Fake(well) as good, Fake(FAILING["has no room"]) as full, routed([good.url, full.url]) as router:
+        eventually(lambda: router.ready() == 2)
+        with router.client() as client:
+            while not full.posts():
+                assert text_of(client) == "all is well"
+        eventually(lambda: len(presumed) == good.posts())
+        eventually(lambda: router.router.in_flight == 0)
+    assert set(presumed) == {Address.of(good.url).id}
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +175,20 @@ def test_a_worker_that_starts_anew_holds_nothing() -> None:
         one.started = 2.0
         eventually(lambda: router.workers()[one.url]["instance"] == "2.0")
         assert reused() == 0
+
+
+def test_a_worker_that_starts_anew_is_not_presumed_to_hold_what_it_was_sent_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    presumed: list[str] = []
+    monkeypatch.setattr(sending, "_PRESUMED_AFTER_S", 2.0)  # far behind its start
+    monkeypatch.setattr(Routing, "presume", lambda self, name, keys: presumed.append(name))
+    with Fake(well) as one, routed([one.url]) as router, router.client() as client:
+        eventually(lambda: router.ready() == 1)
+        text_of(client)
+        one.started = 2.0
+        eventually(lambda: router.workers()[one.url]["instance"] == "2.0")
+        text_of(client)
+        eventually(lambda: bool(presumed))
+    assert len(presumed) == 1
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_what_a_worker_of_ours_says_is_taken() -> None:
         {"speeds": {"prefill": [-1.0, 0.0], "step": [1.0, 0.0, 0.0]}},
         {"speeds": {"prefill": "fast", "step": "too"}},
         {"roots": {"tiny": "no hex"}},
+        {"roots": {"tiny": "00"}},
         {"handoff": {"role": "both", "addresses": ["nowhere"]}},
     ],
     ids=str,

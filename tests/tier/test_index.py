@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from hashlib import sha256
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from headstart.tier import growing
 from headstart.tier import index as index_module
 from headstart.tier import slots as slots_module
 from headstart.tier.index import BlockIndex
@@ -291,6 +294,27 @@ def test_what_is_loaded_into_an_index_comes_beside_what_it_holds():
     index.finish_loading()
     assert index.lookup(keys)[0].tolist() == [-1] * 500 + [at // 100 for at in range(500, 3000)]
     assert len(index) == index._table.taken == np.count_nonzero(index._table._slots) == 2500
+
+
+def test_an_index_that_cannot_be_made_smaller_for_want_of_memory_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, keys = BlockIndex(), np.random.default_rng(3).integers(0, 256, (40, 1000, 16), np.uint8)
+    for extent in range(40):
+        index.insert(keys[extent], extent)
+    looked_at = index._prefixes[:1], index._extents[:1], index._table._slots[:1]  # what is looked at is copied
+
+    def full(*arguments: object, **more: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with monkeypatch.context() as without:
+        without.setattr(growing.mmap, "mmap", full)
+        for extent in range(38):
+            index.remove(extent)
+        assert (index.lookup(keys[38:].reshape(-1, 16))[0] == np.repeat([38, 39], 1000)).all()
+    del looked_at
+    for extent in range(40, 80):
+        index.insert(keys[extent - 40] ^ 1, extent)
+    assert (index.lookup(keys.reshape(-1, 16) ^ 1)[0] == np.repeat(np.arange(40, 80), 1000)).all()
+    assert (index.lookup(keys.reshape(-1, 16))[0] == np.repeat([*[-1] * 38, 38, 39], 1000)).all()
 
 
 def test_it_says_what_it_holds():

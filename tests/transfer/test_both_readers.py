@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
-from threading import Event, Thread
+from threading import Condition, Event, Thread
 from typing import Any
 
 import numpy as np
@@ -205,6 +205,27 @@ def test_a_view_that_fails_for_a_later_layer_ends_the_load_and_nothing_else(tmp_
             assert {fault.reason for fault in loaded.faults} == {"error"}
         assert load(cache, kv).usable_tokens == PIECES * WIDE.piece_tokens
     assert open_segments(tmp_path) == 0
+
+
+def test_nothing_is_told_while_it_is_counted_what_the_portable_way_will_read() -> None:
+    """Another thread may tell at any moment; here it does so amid the counting, when one head is still to be read."""
+    one: Any = object.__new__(Batch)
+
+    class Plan:
+        counts = np.ones(3, np.int64)
+
+        @property
+        def together(self) -> int:
+            one._tell()
+            return 1
+
+    one._changed, one._told, one._left = Condition(), np.zeros(3, np.bool_), np.ones(3, np.int64)
+    one._never_read, one._closing, one._ended = np.zeros(3, np.int64), np.zeros(1, np.int64), np.zeros(3, np.int64)
+    one._plans, one._heads, one._error, one._batch = [Plan()], [object()], None, native.Batch()
+    one._leave_rest(None)
+    assert not one._told.any()
+    one._tell()
+    assert one._told.tolist() == [False, True, True]  # the head is still to be told of
 
 
 @pytest.mark.parametrize(("representation", "rows"), [(WIDE, 4), (UNEVEN, 2)], ids=["direct", "staged"])

@@ -12,6 +12,7 @@ import logging
 import resource
 import socket
 import uuid
+from collections import deque
 from typing import Any, ClassVar
 
 import httptools
@@ -26,6 +27,7 @@ HEAD_BYTES = 64 << 10
 _BODY_BYTES = 256 << 10  # of one body, before anybody counts them
 _SMALL_BYTES = 4096
 _LOOK_S = 0.02  # how often, at first, it is looked whether who sends no more has gone
+_OFFERS = (b"upgrade", b"http2-settings")
 _TCP_CLOSE = 7  # of the kernel's states
 _TOLD_S = 60.0  # how often the log says that there are too many
 _log = logging.getLogger("headstart")
@@ -44,9 +46,10 @@ class _Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._waiting: asyncio.TimerHandle | None = None  # for a head; set while there is no request
-        self._cycles: list[RequestResponseCycle] = []  # of requests without their whole answer, in order; the first one runs
+        self._cycles: deque[RequestResponseCycle] = deque()  # of requests without their whole answer; the first one runs
         self._amid_head = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # of a head, and of what stands behind its body, as far as the parser tells of it
+        self._silent_bytes = 0  # since it told of anything
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the one above
         super().connection_made(transport)
@@ -91,17 +94,16 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        before, begun = self.cycle, self._amid_head
+        before = self.cycle
+        self._silent_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
             self._refuse(str(error.__context__ if isinstance(error.__context__, _Wrong) else error))
             return
-        if self._amid_head and begun and self.cycle is before:  # the parser holds it, and tells of nothing
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._refuse("the head is too long")
-                return
+        if self._head_bytes + self._silent_bytes > HEAD_BYTES:  # the parser holds it, and grows
+            self._refuse("the head is too long")
+            return
         if self.cycle is not before:
             self._await_no_more()
         if not self._unanswered():  # what came was no whole head
@@ -120,16 +122,21 @@ class _Connection(HttpToolsProtocol):
     def _parse_without_offer(self) -> None:
         """Take a head that offers another protocol as if it did not: the parser believes that what comes behind is spoken in
         that one, and is no body."""
-        offers = (b"upgrade", b"connection", b"http2-settings")
-        kept = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name not in offers]
-        head = b"".join((self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n", *kept, b"\r\n"))
+        kept = b""
+        for name, value in self.headers:
+            if name == b"connection":  # it may say more, as that the connection ends with the answer
+                value = b",".join(word for word in value.split(b",") if word.strip().lower() not in _OFFERS)
+            if name not in _OFFERS:
+                kept += b"%b: %b\r\n" % (name, value)
+        version = self.parser.get_http_version().encode()
+        head = b"".join((self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n", kept, b"\r\n"))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(head)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._amid_head, self._head_bytes = True, 0
+        self._amid_head, self._head_bytes, self._silent_bytes = True, 0, 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -137,7 +144,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if self._amid_head:  # what stands behind a body is none: whoever looked at the head has not seen it
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._amid_head = False
@@ -148,15 +156,15 @@ class _Connection(HttpToolsProtocol):
             raise _Wrong("there is no Host, or more than one")
         if self.parser.should_upgrade():  # it comes again
             return
-        unanswered = self._unanswered()
         super().on_headers_complete()
         self.cycle.transport = _HeadFirst(self.transport, self.loop)  # type: ignore[assignment]  # as much as a cycle needs
         if version == "1.0":  # which knows no chunks: what comes until the connection ends is the answer
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
-        self._cycles = [*unanswered, self.cycle]
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Keep it until there is much or all of it: who reads it needs it whole, and is woken once."""
+        self._silent_bytes = 0
         cycle = self.cycle
         if cycle.response_complete:
             return
@@ -168,16 +176,19 @@ class _Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        self._head_bytes = self._silent_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def _count(self, nbytes: int) -> None:
         self._head_bytes += nbytes
+        self._silent_bytes = 0
         if self._head_bytes > HEAD_BYTES:
             raise _Wrong("the head is too long")
 
-    def _unanswered(self) -> list[RequestResponseCycle]:
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+    def _unanswered(self) -> deque[RequestResponseCycle]:
+        while self._cycles and self._cycles[0].response_complete:  # they end in their order
+            self._cycles.popleft()
         return self._cycles
 
     def _refuse(self, why: str) -> None:

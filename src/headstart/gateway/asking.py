@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from headstart.block.keys import KEY_BYTES
 from headstart.errors import ConfigError
 from headstart.gateway.connections import Answer, Connections
 from headstart.gateway.worker import Address, Handoff, Report, Role, endpoint_seen_from, with_guesses
@@ -118,7 +119,7 @@ def _ours(content: bytes, address: Address) -> Report:
         kv_used=told.kv.get("used_tokens"),
         progress=hash((told.running, *told.kv.items(), *told.counters.items())),
         speeds=with_guesses(_speeds(told.speeds), token_bytes=told.kv.get("token_bytes", 1 << 16), tiers=told.tiers),
-        roots={name: bytes.fromhex(root) for name, root in told.roots.items()},
+        roots={name: _root(root) for name, root in told.roots.items()},
         representation=bytes.fromhex(told.representation) or None,
         events=None if endpoint is None else (endpoint, replay or ""),
         hit_tokens=told.hit_tokens,
@@ -127,6 +128,13 @@ def _ours(content: bytes, address: Address) -> Report:
         token_bytes=told.kv.get("token_bytes", 1 << 16),
         handoff=None if told.handoff is None else _handoff(told.handoff, address),
     )
+
+
+def _root(told: str) -> bytes:
+    root = bytes.fromhex(told)
+    if len(root) != KEY_BYTES:
+        raise ValueError(f"a root of its keys has {len(root)} bytes, not {KEY_BYTES}")
+    return root
 
 
 def _speeds(told: dict[str, Any]) -> dict[str, Any]:

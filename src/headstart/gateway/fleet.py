@@ -26,6 +26,7 @@ from headstart.gateway.connections import Connections
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
 from headstart.gateway.worker import Address, Report, Role, Worker
+from headstart.policy.routing.holders import Keys
 from headstart.policy.routing.router import Routing
 
 log = logging.getLogger("headstart")
@@ -234,6 +235,11 @@ class Fleet:
 
     # What requests tell of workers.
 
+    def presume(self, worker: Worker, lives: int, keys: Keys) -> None:
+        """Take what it was sent as stored there, if it is still in the life in which it was sent that."""
+        if worker.lives == lives:
+            self.routing.presume(worker.id, keys)
+
     def failed(self, worker: Worker, why: str) -> None:
         """A request failed there by the worker's fault. After some in a row it is let alone for a while."""
         worker.failures += 1
@@ -387,6 +393,7 @@ class Fleet:
             lost()
 
     def _forget(self, worker: Worker) -> None:
+        worker.lives += 1
         self._free(worker)
         if worker.trying is not None:
             worker.trying.cancel()

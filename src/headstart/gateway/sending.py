@@ -134,7 +134,7 @@ class Direct:
         alone = not routing.requests(worker.id)
         routing.sent(id, attempt.decision, tokens=known.tokens, now_s=now_s)
         # Later: of a long prompt it takes as long as the choice.
-        asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, routing.presume, worker.id, known.keys)
+        presuming = asyncio.get_running_loop().call_later(_PRESUMED_AFTER_S, fleet.presume, worker, worker.lives, known.keys)
         worker.requests += 1
         worker.resting.tries(now_s)
         if not worker.flights:
@@ -185,6 +185,8 @@ class Direct:
         finally:
             if expected is not None:
                 expected.cancel()
+            if attempt.outcome != "answered":  # so soon: it computed nothing
+                presuming.cancel()
             output = None if sent is None else sent.output_tokens
             routing.finished(id, answer=output, now_s=fleet.clock())
 

@@ -191,6 +191,7 @@ class Worker:
     input_tokens: int = 0
     cached_tokens: int = 0
     seen_ready: bool = False
+    lives: int = 0  # how often all that it held was forgotten
     added_s: float = 0.0
     following: object | None = None
     flights: dict[str, Callable[[], None]] = field(default_factory=dict)

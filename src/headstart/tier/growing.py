@@ -23,9 +23,8 @@ class Maps:
         self._maps: dict[str, mmap.mmap] = {}
 
     def resize(self, owner: object, names: Sequence[str], rows: int) -> None:
-        """Make the arrays that `owner` has under `names` so long, at least one row; what is new is zero. Raises
-        MemoryError, and then some may be
-        longer than others."""
+        """Make the arrays that `owner` has under `names` so long, at least one row; what is new is zero. One stays longer where
+        there is no memory to copy it. Raises MemoryError, and then some may be longer than others."""
         for name in names:
             self._resize(owner, name, rows)
 
@@ -49,6 +48,9 @@ class Maps:
         try:
             memory = mmap.mmap(-1, nbytes, **_PRIVATE)
         except OSError as error:
+            if rows < len(old):
+                old[rows:] = np.zeros((), dtype)
+                return
             raise MemoryError(f"no memory for {nbytes} bytes of {name}") from error
         new = _view(memory, dtype, others)
         new[: min(rows, len(old))] = old[:rows]

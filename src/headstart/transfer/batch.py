@@ -266,9 +266,9 @@ class Batch:
         self._rest_left = True
         self._no_rest, self._error = error, self._error or error
         self._closing[0] = 1
-        for plan in self._plans:
-            self._never_read += plan.counts
-            self._never_read[0] -= bool(plan.together)
+        never = sum((plan.counts for plan in self._plans), np.zeros_like(self._never_read))
+        never[0] -= sum(bool(plan.together) for plan in self._plans)
+        self._never_read += never  # at once: whoever tells meanwhile may take a part of it for all that is left
         self._batch.request_count = len(self._heads)  # whoever comes to this end tells with the numbers from above
 
     def _hand_over_rest(self) -> None:
