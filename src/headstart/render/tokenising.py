@@ -60,13 +60,14 @@ class Tokeniser:
         """Return the tokens of each part; what was not known before is remembered in this form."""
         parts = self.parts(text)
         found = self._parts.get(owner, parts)
+        known = [ids for ids in found if ids is not None]
+        if len(known) == len(found):
+            return known
         new = list(dict.fromkeys(part for part, ids in zip(parts, found, strict=True) if ids is None))
-        fresh: dict[str, Ids] = {}
-        if new:
-            # The fast batch leaves out offsets, which cost as much as the rest.
-            encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
-            fresh = {part: form(one.ids) for part, one in zip(new, encoded, strict=True)}
-            self._parts.put(owner, fresh)
+        # The fast batch leaves out offsets, which cost as much as the rest.
+        encoded = self._backend.encode_batch_fast(new, add_special_tokens=False)
+        fresh = {part: form(one.ids) for part, one in zip(new, encoded, strict=True)}
+        self._parts.put(owner, fresh)
         return [fresh[part] if ids is None else ids for part, ids in zip(parts, found, strict=True)]
 
     def parts(self, text: str) -> list[str]:
