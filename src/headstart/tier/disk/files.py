@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,27 @@ class SegmentFiles:
                 self._open.move_to_end(segment.name)
                 return opened.handle
         return self._keep(segment.name, self._open_checked(segment))
+
+    def hold_raw(self, segments: Iterable[Segment], descriptor_of: Callable[[Handle], int | None]) -> list[int] | None:
+        """Hold each of `segments`, once, and return their descriptors. None, and nothing is held, where one cannot be held or
+        has no descriptor: whoever reads it in another way meets that too, counts it and draws the consequences."""
+        held: list[Segment] = []
+        descriptors: list[int] = []
+        try:
+            for segment in segments:
+                handle = self.hold(segment)
+                held.append(segment)
+                descriptor = descriptor_of(handle)
+                if descriptor is None:
+                    break
+                descriptors.append(descriptor)
+            else:
+                return descriptors
+        except (StoreError, OSError):
+            pass
+        for segment in held:
+            self.let_go(segment)
+        return None
 
     def hold_again(self, segment: Segment, times: int) -> bool:
         """Hold a handle that is held `times` more, until as many `let_go`. False: the tier closes, and nothing is held."""

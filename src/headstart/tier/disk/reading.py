@@ -95,30 +95,17 @@ class Reading:
             places = store.books.places(extents)
         if places is None:
             return None
-        held: list[Segment] = []
-        descriptors: list[int] = []
-        try:
-            for segment in places.segments:
-                handle = store.files.hold(segment)
-                held.append(segment)
-                descriptor = store.disk.direct_descriptor(handle)
-                if descriptor is None:
-                    break
-                descriptors.append(descriptor)
-            else:
-                return RawExtents(
-                    np.array(descriptors, np.int64)[places.segment],
-                    places.offsets,
-                    places.extent_bytes,
-                    places.header_bytes,
-                    places.blocks,
-                    held,
-                )
-        except (StoreError, OSError):
-            pass  # `read` meets it too, counts it and draws the consequences
-        for segment in held:
-            store.files.let_go(segment)
-        return None
+        descriptors = store.files.hold_raw(places.segments, store.disk.direct_descriptor)
+        if descriptors is None:
+            return None
+        return RawExtents(
+            np.array(descriptors, np.int64)[places.segment],
+            places.offsets,
+            places.extent_bytes,
+            places.header_bytes,
+            places.blocks,
+            list(places.segments),
+        )
 
     def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
         assert isinstance(raw.files, list)

@@ -101,31 +101,20 @@ class PoolReading:
         left_s = min((one.deadline for one in places), default=0.0) - store.clock()
         if len(places) < len(found) or left_s <= 0:
             return None
-        held: list[Segment] = []
-        descriptors: dict[int, int] = {}
-        try:
-            for segment in {one.segment.number: one.segment for one in places}.values():
-                handle = store.files.hold(segment)
-                held.append(segment)
-                descriptor = store.disk.direct_descriptor(handle)
-                if descriptor is None:
-                    break
-                descriptors[segment.number] = descriptor
-            else:
-                return RawExtents(
-                    np.array([descriptors[one.segment.number] for one in places], np.int64),
-                    np.array([one.offset for one in places], np.int64),
-                    np.array([one.nbytes for one in places], np.int64),
-                    np.array([one.shape.header_bytes for one in places], np.int64),
-                    np.array([one.shape.blocks for one in places], np.int64),
-                    held,
-                    until_s=time.monotonic() + left_s,
-                )
-        except (StoreError, OSError):
-            pass  # `read` meets it too, counts it and draws the consequences
-        for segment in held:
-            store.files.let_go(segment)
-        return None
+        segments = {one.segment.number: one.segment for one in places}
+        descriptors = store.files.hold_raw(segments.values(), store.disk.direct_descriptor)
+        if descriptors is None:
+            return None
+        of = dict(zip(segments, descriptors, strict=True))
+        return RawExtents(
+            np.array([of[one.segment.number] for one in places], np.int64),
+            np.array([one.offset for one in places], np.int64),
+            np.array([one.nbytes for one in places], np.int64),
+            np.array([one.shape.header_bytes for one in places], np.int64),
+            np.array([one.shape.blocks for one in places], np.int64),
+            list(segments.values()),
+            until_s=time.monotonic() + left_s,
+        )
 
     def let_go_raw(self, raw: RawExtents, *, bytes_read: int) -> None:
         assert isinstance(raw.files, list)
