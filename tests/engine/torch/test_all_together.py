@@ -126,7 +126,7 @@ def test_whatever_comes_together_leaves_every_answer_what_it_is_alone(
         ended: list[tuple[tuple[int, str | None], Answer]] = []
         counters = engine.load().counters
         number, seen = 0, SEEN[kind == "recurrent"]
-        while number < acts or (number < 30 * acts and any(not counters.get(name) for name in seen)):
+        while number < acts or (number < 300 * acts and any(not counters.get(name) for name in seen)):
             number += 1
             act = draw.random()
             if act < 0.12 and len(open_) < 10:

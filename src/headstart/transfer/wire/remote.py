@@ -13,13 +13,16 @@ NIXL has no secrets of its own: who reaches its ports is trusted with this proce
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import mmap
+import os
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Condition, Thread
 from typing import Any
 
@@ -265,6 +268,10 @@ class Reached:
 
 
 def _library() -> Any:
+    # NIXL's wheel brings a libnl of its own, and its UCX loads the machine's libibverbs, which brings another: the second to come
+    # finds the functions of the first, and the process crashes when it ends. Bound to its own at once, each finds its own.
+    with suppress(OSError):
+        ctypes.CDLL("libibverbs.so.1", mode=os.RTLD_NOW | os.RTLD_LOCAL)
     for name in _PACKAGES:
         try:
             return importlib.import_module(name)
