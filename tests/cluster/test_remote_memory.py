@@ -101,7 +101,12 @@ def test_a_process_that_used_it_ends_well_beside_the_machines_own_rdma() -> None
             subprocess.run(["apt-get", "install", "-y", "-qq", "libibverbs1"], capture_output=True, timeout=120)
     if find_library("ibverbs") is None:
         pytest.skip("NOT TESTED: NIXL beside the machine's own libibverbs, which is not here and could not be installed")
-    program = f"from headstart.transfer.wire.remote import RemoteMemory as R; m = R(region_bytes={NBYTES}); m.lend().close(); m.close()"
+    program = f"""
+from headstart.transfer.wire.remote import RemoteMemory
+memory = RemoteMemory(region_bytes={NBYTES})
+memory.lend().close()
+memory.close()
+"""
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 

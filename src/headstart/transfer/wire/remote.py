@@ -268,8 +268,8 @@ class Reached:
 
 
 def _library() -> Any:
-    # NIXL's wheel brings a libnl of its own, and its UCX loads the machine's libibverbs, which brings another: the second to come
-    # finds the functions of the first, and the process crashes when it ends. Bound to its own at once, each finds its own.
+    # NIXL's wheel brings a libnl of its own, and its UCX loads the machine's libibverbs, which brings another: the second to
+    # come finds the functions of the first, and the process crashes when it ends. Bound at once, each finds its own.
     with suppress(OSError):
         ctypes.CDLL("libibverbs.so.1", mode=os.RTLD_NOW | os.RTLD_LOCAL)
     for name in _PACKAGES:
