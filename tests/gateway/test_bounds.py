@@ -109,6 +109,16 @@ def test_a_block_in_several_media_is_gone_from_each_plane_with_the_last_of_them(
     assert translator.stored(TheirStored([2], 1, block, 64)) == []
 
 
+def test_a_worker_that_invents_media_without_end_takes_no_memory_by_it() -> None:
+    translator = Translator(lambda adapter: bytes(32), most=10)
+    block = list(range(64))
+    for number in range(1000):
+        translator.stored(TheirStored([1], None, block, 64, medium=f"tape {number}"))
+    assert len(translator._places[1].media) < 20
+    translator.stored(TheirStored([2], None, block, 64, medium="GPU"))
+    assert translator.removed(TheirRemoved([2], "GPU")) == list(chain_keys(bytes(32), block))  # others are followed as ever
+
+
 def test_blocks_under_a_salt_of_sglang_s_are_passed_over_and_its_pairs_are_their_first_tokens() -> None:
     def stored(**more: Any) -> list[bytes]:
         event = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": list(range(64))}

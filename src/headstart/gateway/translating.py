@@ -26,6 +26,7 @@ from headstart.policy.routing.holders import MEMORY as IN_MEMORY
 
 Hash = bytes | int
 _FAST = (None, "GPU", MEMORY, "CPU_PINNED")  # SGLang's word for the host's memory; None: the engine has but one place
+_MOST_MEDIA = 8  # of a block; an engine has two or three, and a worker that invents more has them forgotten
 _BLOCK_BYTES = 4 * BLOCK_TOKENS  # as keys are made of them
 
 
@@ -108,7 +109,7 @@ class Translator:
             found += new
             before = self._places.get(name)
             media = () if before is None else before.media
-            if event.medium not in media:
+            if event.medium not in media and len(media) < _MOST_MEDIA:
                 media += (event.medium,)
             self._places[name] = _Place(key, rest, tuple(new), media)
             self._places.move_to_end(name)
