@@ -116,7 +116,7 @@ def test_a_worker_that_invents_media_without_end_takes_no_memory_by_it() -> None
         translator.stored(TheirStored([1], None, block, 64, medium=f"tape {number}"))
     assert len(translator._places[1].media) < 20
     translator.stored(TheirStored([2], None, block, 64, medium="GPU"))
-    assert translator.removed(TheirRemoved([2], "GPU")) == list(chain_keys(bytes(32), block))  # others are followed as ever
+    assert translator.removed(TheirRemoved([2], "GPU")) == chain_keys(block, root=bytes(32))  # others are followed as ever
 
 
 def test_blocks_under_a_salt_of_sglang_s_are_passed_over_and_its_pairs_are_their_first_tokens() -> None:
