@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from asking import eventually
 from connect.sglang_stand_in import HostPool, contract
 from headstart.errors import ConfigError
 
@@ -87,6 +88,20 @@ def test_v1_pages_come_back_in_another_process_bit_for_bit(attach: Attach, in_pl
     assert second.batch_get_v1(names, other.indices(0, 1, 2, 3, 4)) == [True, True, True, True, False]
     for place, page in enumerate((5, 0, 3, 1)):
         assert torch.equal(other.page(place), pool.page(page))
+
+
+def test_rules_of_tiers_are_taken_up_from_the_file_while_it_runs(
+    attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "headstart.toml"
+    file.write_text("")
+    monkeypatch.setenv("HEADSTART_CONFIG", str(file))
+    pool, names = filled(3, seed=1), keys(3)
+    backend = attach(pool)
+    assert backend.batch_set_v1(names, pool.indices(0, 1, 2)) == [True] * 3
+    assert backend.batch_exists(names) == 3
+    file.write_text('[cache.tiering]\nrules = ["drop from disk"]\n')
+    eventually(lambda: backend.batch_exists(names) == 0)
 
 
 def test_v0_pages_come_back_bit_for_bit(attach: Attach) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asking import eventually
 from headstart.cache.prefix_cache import PrefixCache
 from headstart.config import load_config
 from headstart.connect.transformers import Store, open_store
@@ -115,6 +116,20 @@ def test_the_second_generation_reads_what_the_first_computed_also_after_a_restar
         assert kept(store, model, ids) == (plain, 192)
         longer = torch.cat([ids, prompt(40, seed=2)], dim=1)
         assert kept(store, model, longer) == (generate(model, longer), 192)
+
+
+def test_rules_of_tiers_are_taken_up_from_the_file_while_it_is_open(
+    model: Any, settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "headstart.toml"
+    file.write_text("")
+    monkeypatch.setenv("HEADSTART_CONFIG", str(file))
+    ids = prompt(200)
+    with open_store(model, settings) as store:
+        kept(store, model, ids)
+        assert kept(store, model, ids)[1] == 192
+        file.write_text('[cache.tiering]\nrules = ["drop from disk"]\n')
+        eventually(lambda: store.statistics().counters.get("tiering_dropped_extents", 0) >= 1)
 
 
 def test_a_turn_that_goes_on_finds_the_answer_too(model: Any, settings: dict[str, object]) -> None:

@@ -52,6 +52,21 @@ def same(found: torch.Tensor, want: torch.Tensor) -> bool:
 LAYOUTS = [heads_first, tokens_first, layers_inside, heads_outside, kernel_blocks]
 
 
+def test_rules_of_tiers_are_taken_up_from_the_file_while_a_worker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "headstart.toml"
+    file.write_text("")
+    monkeypatch.setenv("HEADSTART_CONFIG", str(file))
+    names = ["model.layers.0.attn"]
+    memory = {names[0]: heads_first(1)}
+    worker = kit.started(monkeypatch, tmp_path / "kv", kit.kv_config((kit.gqa_spec(), names)), memory)
+    said = kit.prompt(128)
+    kit.save(worker, said, range(8))
+    assert kit.load(worker, said, range(8, 16)) == (set(), set())
+    file.write_text('[cache.tiering]\nrules = ["drop from disk"]\n')
+    kit.until(lambda: kit.load(worker, said, range(8, 16)) != (set(), set()))
+    worker.close()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_pages_come_back_bit_for_bit_into_other_blocks(layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = kit.kv_config((kit.gqa_spec(), ["model.layers.0.attn", "model.layers.1.attn"]))

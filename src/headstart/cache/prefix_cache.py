@@ -375,6 +375,10 @@ class PrefixCache:
         self._counters.add("tiering_rules_refused")
 
     @property
+    def closed(self) -> bool:
+        return self._closed or self._forked
+
+    @property
     def tiering(self) -> TieringStatus:
         return self._tiering.status
 

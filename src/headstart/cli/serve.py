@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ def serve(model: str | None, named: str | None, config_file: Path | None, **flag
         raise click.UsageError(f"two models are named, {model} and --model {named}; give one")
     named_model = named if model is None else model
     config = chosen_config(config_file, flags, model=named_model)
+    from headstart.cache.rule_follower import RuleFollower
     from headstart.cli import serving
-    from headstart.cli.rule_follower import RuleFollower
 
     rules = None
     if (file := config_file_of(config_file)) is not None:
-        rules = RuleFollower(file, lambda: chosen_config(config_file, flags, model=named_model))
+        if config.engine.engine == "vllm":
+            os.environ["HEADSTART_CONFIG"] = str(file.expanduser().absolute())  # its connector follows the same file
+        rules = RuleFollower(file, lambda: chosen_config(config_file, flags, model=named_model), config.cache.tiering.rules)
     return serving.serve(config, rules)

@@ -26,10 +26,10 @@ from headstart.api.served import Served
 from headstart.api.service import Service
 from headstart.api.streaming import STALL_S
 from headstart.api.tracing import Tracing
+from headstart.cache.rule_follower import RuleFollower
 from headstart.cli import INTERRUPTED
 from headstart.cli.opening import disk_quotas, open_model
 from headstart.cli.progress import stage_lines
-from headstart.cli.rule_follower import RuleFollower
 from headstart.config import (
     Config,
     ServerConfig,

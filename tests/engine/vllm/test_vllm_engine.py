@@ -27,6 +27,7 @@ from headstart.diagnose.why_show import why_lines
 from headstart.engine.base import GenerationRequest, Sampling, TokenEvent
 from headstart.engine.vllm import open_engine
 from headstart.engine.vllm.engine import VLLMEngine
+from headstart.engine.vllm.opening import transfer_config
 from headstart.errors import ConfigError, MissingExtra, ModelError, RequestError
 from headstart.ledger.log import UsageLog
 from headstart.ledger.reading import Reading, add_up, entries
@@ -176,6 +177,20 @@ def test_vllm_is_started_with_the_connector_and_our_settings(config: Config, fol
     for pair in (["--max-model-len", "300"], ["--lora-modules", "sql=/srv/sql"], ["--max-num-seqs", "3"], ["--name", "a b"]):
         assert arguments[arguments.index(pair[0]) + 1] == pair[1]
     assert engine.info.adapters == ("sql",)
+
+
+def test_rules_of_tiers_that_vllm_reads_itself_are_left_to_it_since_it_follows_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "headstart.toml"
+    file.write_text('[cache.tiering]\nrules = ["write to disk"]\n')
+    monkeypatch.setenv("HEADSTART_CONFIG", str(file))
+    said = transfer_config(load_config())["kv_connector_extra_config"]
+    assert "cache.tiering.rules" not in said
+    assert load_config(overrides=said).cache.tiering.rules == ("write to disk",)
+    by_flag = {"cache.tiering.rules": "drop from disk"}
+    said = transfer_config(load_config(overrides=by_flag))["kv_connector_extra_config"]
+    assert load_config(overrides=said).cache.tiering.rules == ("drop from disk",)
 
 
 def test_an_aborted_request_is_cut_off_at_vllm_too(engine: VLLMEngine, tmp_path: Path) -> None:

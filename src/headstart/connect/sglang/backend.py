@@ -23,7 +23,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from headstart.block.identity import Identity
+from headstart.block.representation import Representation
 from headstart.cache.open import open_cache
+from headstart.cache.prefix_cache import PrefixCache
+from headstart.cache.rule_follower import follow
 from headstart.config import load_config
 from headstart.connect.sglang.pages import PageStore, PageStores, named_by_pages
 from headstart.connect.sglang.pools import HostPool, bytes_of
@@ -72,7 +75,8 @@ class HeadstartHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang tells no
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         given = dict((storage_config.extra_config or {}).get("headstart") or {})
         own = {name: given.pop(name, None) for name in _OWN}
-        config = load_config(overrides={**given, "cache.memory": "0"})  # the host pool is the memory tier
+        read = partial(load_config, overrides={**given, "cache.memory": "0"})  # the host pool is the memory tier
+        config = read()
         if config.cache.kv_events:
             _log.warning(
                 "cache.kv_events is left out: pages come without their tokens, so no router could use what is told of them; "
@@ -83,11 +87,13 @@ class HeadstartHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang tells no
         identity = named_by_pages(_identity_of(model, version, digests=config.models_directory.expanduser() / "digests.json"))
         self.counters = Counters()
         self._config = storage_config
-        self._stores = PageStores(
-            lambda representation: open_cache(
-                config.cache, identity=identity, representation=representation, match_timeout_s=_PATIENCE_S
-            )
-        )
+
+        def opened(representation: Representation) -> PrefixCache:
+            cache = open_cache(config.cache, identity=identity, representation=representation, match_timeout_s=_PATIENCE_S)
+            follow(read, config.cache.tiering.rules, cache)
+            return cache
+
+        self._stores = PageStores(opened)
         self._pools: dict[str, HostPool] = {}
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:

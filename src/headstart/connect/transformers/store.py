@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import CacheStatistics, PrefixCache
+from headstart.cache.rule_follower import follow
 from headstart.config import load_config
 from headstart.connect.transformers.cache import HeadstartCache
 from headstart.connect.transformers.identity import identity_of_model, marks
@@ -31,12 +33,14 @@ def open_store(model: Any, settings: Mapping[str, object] | None = None) -> Stor
     and the environment as everywhere (docs/reference.md). Raises ModelError for a model whose cache is more than keys and
     values, or that is training; ConfigError. A directory that cannot be used is no error: nothing is found then, the log
     says why."""
-    config = load_config(overrides=settings)
+    read = partial(load_config, overrides=settings)
+    config = read()
     shape = _shape_of(model)
     identity = identity_of_model(model, digests=config.models_directory.expanduser() / "digests.json")
     text = model.config.get_text_config(decoder=True)
     representation = shape.representation(query_heads=text.num_attention_heads)
     cache = open_cache(config.cache, identity=identity, representation=representation)
+    follow(read, config.cache.tiering.rules, cache)
     return Store(model, shape, cache, load_timeout_s=config.cache.load_timeout_s)
 
 

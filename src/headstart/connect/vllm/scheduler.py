@@ -23,6 +23,7 @@ from headstart.block.identity import Identity
 from headstart.block.keys import BLOCK_TOKENS, BlockKey
 from headstart.block.representation import Representation
 from headstart.cache.open import open_caches
+from headstart.cache.rule_follower import follow
 from headstart.config import ANY_DISK_BYTES, parse_size
 from headstart.connect.vllm.identity import AdapterDigests
 from headstart.connect.vllm.loading import NULL_BLOCK
@@ -141,6 +142,7 @@ class Scheduler:
         if self._settings.stores:
             config = replace(config, kv_events="")  # the workers tell of what they store
             caches = open_caches(config, identity=self._identity, representations=representations, match_timeout_s=LOOKUP_S)
+            follow(self._settings.read, config.tiering.rules, *caches)
             self._lookups = Lookups(caches, identity=self._identity, piece_tokens=self._piece)
             return
         block_bytes = BLOCK_TOKENS * sum(one.bytes_per_token or 0 for one in representations)

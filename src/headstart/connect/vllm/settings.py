@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal
 
 from headstart.config import Config, load_config, settings
@@ -22,11 +23,13 @@ _NOT_HERE = {
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """`config`: with cache.memory off. `mode`: "observe" keeps the books of a cache and stores nothing. `version`: of weights
-    that no file tells (dummy ones, or such as are updated while serving); None where the checkpoint's files say it all."""
+    that no file tells (dummy ones, or such as are updated while serving); None where the checkpoint's files say it all.
+    `read`: reads the configuration anew."""
 
     config: Config
     mode: Literal["store", "observe"]
     version: str | None
+    read: Callable[[], Config]
 
     @property
     def stores(self) -> bool:
@@ -52,8 +55,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             close = get_close_matches(key, known, n=1, cutoff=0.5) or get_close_matches(f"cache.{key}", known, n=1, cutoff=0.7)
             hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)
             raise ConfigError(f"unknown key {key!r} {WHERE}; {hint}", key=key, where=WHERE)
-    config = load_config(overrides={**given, "cache.memory": "0"}, overrides_from=WHERE)
-    return ConnectorSettings(config, mode, version)
+    read = partial(load_config, overrides={**given, "cache.memory": "0"}, overrides_from=WHERE)
+    return ConnectorSettings(read(), mode, version, read)
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

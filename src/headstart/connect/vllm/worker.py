@@ -13,6 +13,7 @@ import torch
 
 from headstart.cache.open import open_cache
 from headstart.cache.prefix_cache import PrefixCache
+from headstart.cache.rule_follower import follow
 from headstart.connect.vllm.identity import identity_for
 from headstart.connect.vllm.layout import NotStored, layout_of
 from headstart.connect.vllm.loading import Loader
@@ -62,6 +63,7 @@ class Worker:
         if not first:
             config = replace(config, kv_events="")  # all ranks store the same tokens; one of them tells of it
         self._cache = open_cache(config, identity=identity, representation=representation, match_timeout_s=_PATIENCE_S)
+        follow(self._settings.read, config.tiering.rules, self._cache)
         self._loader = Loader(self._cache, layout, memory, timeout_s=config.load_timeout_s, taking=self._taking, counts=first)
         self._keeper = Keeper(self._cache, layout, memory, taking=self._taking)
 

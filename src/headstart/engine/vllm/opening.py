@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from headstart.config import Config, parse_adapters, parse_words
+from headstart.config import Config, load_config, parse_adapters, parse_words
 from headstart.engine.base import EngineInfo
 from headstart.engine.checkpoint import read_config
 from headstart.engine.vllm.engine import VLLMEngine
@@ -69,9 +69,12 @@ def command(python: str, folder: Path, config: Config, *, port: int) -> list[str
 
 
 def transfer_config(config: Config) -> dict[str, Any]:
-    """Return vLLM's `--kv-transfer-config` for a configuration: the store that `serve` would have without vLLM."""
+    """Return vLLM's `--kv-transfer-config` for a configuration: the store that `serve` would have without vLLM. Rules of tiers
+    that stand where vLLM's workers read them too ($HEADSTART_CONFIG, the environment) are left to them: they follow changes."""
     cache = asdict(config.cache)
     tiering = {f"cache.tiering.{name}": value for name, value in cache.pop("tiering").items()}
+    if config.cache.tiering == load_config().cache.tiering:
+        tiering = {}
     chosen = tiering | {f"cache.{name}": value for name, value in cache.items() if name not in _NOT_ITS and value is not None}
     extra: dict[str, Any] = {
         **{key: str(value.expanduser()) if isinstance(value, Path) else value for key, value in chosen.items()},

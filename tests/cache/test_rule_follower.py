@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from asking import eventually
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.cli.rule_follower import RuleFollower
+from headstart.cache.rule_follower import RuleFollower, follow
 from headstart.config import load_config
 from headstart.policy.rule_text import parse_rules
 from headstart.testing.fake_kv import IDENTITY, TINY
@@ -20,14 +21,14 @@ from headstart.tier.memory import MemoryTier
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("headstart.cli.rule_follower.LOOK_S", 0.02)
+    monkeypatch.setattr("headstart.cache.rule_follower.LOOK_S", 0.02)
     save(tmp_path / "headstart.toml", "write to memory")
     return tmp_path / "headstart.toml"
 
 
 @pytest.fixture
 def cache(file: Path) -> Iterator[PrefixCache]:
-    follower = RuleFollower(file, lambda: load_config(file))
+    follower = RuleFollower(file, lambda: load_config(file), load_config(file).cache.tiering.rules)
     with PrefixCache([MemoryTier(1 << 20)], identity=IDENTITY, representation=TINY) as cache:
         cache.apply_rules(parse_rules(load_config(file).cache.tiering.rules))
         follower.start(cache)
@@ -72,8 +73,8 @@ def test_what_is_wrong_changes_nothing_and_is_said_once(
 
 
 def test_a_signal_has_the_file_read_again_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.cli.rule_follower.LOOK_S", 600.0)
-    follower = RuleFollower(file, lambda: load_config(file))
+    monkeypatch.setattr("headstart.cache.rule_follower.LOOK_S", 600.0)
+    follower = RuleFollower(file, lambda: load_config(file), load_config(file).cache.tiering.rules)
     with PrefixCache([MemoryTier(1 << 20)], identity=IDENTITY, representation=TINY) as cache:
         follower.start(cache)
         save(file, "write to memory", "drop from memory")
@@ -90,3 +91,36 @@ def test_a_file_that_breaks_its_reader_does_not_end_following(cache: PrefixCache
     save(file, "write to memory", "when idle > 1h then drop from memory")
     eventually(lambda: cache.tiering.rules == 2)
     assert cache.tiering.refused == ""
+
+
+def test_what_changed_before_it_began_to_look_counts_too(file: Path) -> None:
+    opened_with = load_config(file).cache.tiering.rules
+    follower = RuleFollower(file, lambda: load_config(file), opened_with)
+    with PrefixCache([MemoryTier(1 << 20)], identity=IDENTITY, representation=TINY) as cache:
+        cache.apply_rules(parse_rules(opened_with))
+        save(file, "write to memory", "drop from memory")
+        follower.start(cache)
+        eventually(lambda: cache.tiering.rules == 2)
+        follower.close()
+
+
+def test_the_file_that_the_environment_names_is_followed_for_several_caches_until_all_are_closed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CONFIG", str(file))
+    caches = [PrefixCache([MemoryTier(1 << 20)], identity=IDENTITY, representation=TINY) for _ in range(2)]
+    follow(load_config, load_config().cache.tiering.rules, *caches)
+    save(file, "write to memory", "drop from memory")
+    eventually(lambda: [cache.tiering.rules for cache in caches] == [2, 2])
+    caches[0].close()
+    save(file, "write to memory")
+    eventually(lambda: caches[1].tiering.rules == 1)
+    caches[1].close()
+    eventually(lambda: "tiering-rules" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_without_such_a_file_nothing_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_CONFIG", raising=False)
+    with PrefixCache([MemoryTier(1 << 20)], identity=IDENTITY, representation=TINY) as cache:
+        follow(load_config, (), cache)
+        assert "tiering-rules" not in [thread.name for thread in threading.enumerate()]
