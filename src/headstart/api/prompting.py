@@ -1,6 +1,6 @@
 """From what a request says to token ids: canonical form, template, tokens that are known already, how much may be kept.
 
-Ask ─▶ canonical ─▶ template ─▶ splice: what this server generated ─▶ tokeniser: what came before ─▶ Prompt
+Ask ─▶ canonical ─▶ template ─▶ stretches: what came before, what this server generated ─▶ Prompt
                                   ▲
 answers that ended ───────────────┘ heard
 """
@@ -18,7 +18,7 @@ from headstart.api.ask import Ask
 from headstart.api.caching import has_breakpoint
 from headstart.api.served import Served
 from headstart.render.canonical import RULES, Canonical, canonical, lacks_reasoning
-from headstart.render.generated import Answers, Generated, splice, standing
+from headstart.render.generated import Answers, Generated, standing
 
 _OF_GENERATED = {"reasoning", "tool-arguments", "generated-tokens"}
 
@@ -50,10 +50,10 @@ class Prompting:
             return Prompt(ids, keep_tokens=0 if ask.caching.explicit else None)
         made, text, generated = self._written(served, ask)
         owner = _owner(ask)
-        spliced = splice(text, generated, ends=served.renderer.ends, rules=self._rules)
-        ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
-        keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
-        return Prompt(ids, len(text), spliced.digest, made.acted | spliced.acted, keep_tokens)
+        answers = [one for one in generated if one.rule in self._rules]
+        told = served.renderer.told(text, answers, context_tokens=context, owner=owner)
+        keep_tokens = self._keep_tokens(served, ask, text, told.ids) if ask.caching.explicit else None
+        return Prompt(tuple(told.ids), len(text), told.digest, made.acted | told.acted, keep_tokens)
 
     def as_rendered(self, ask: Ask) -> Ask:
         """Return what is asked for in canonical form, as far as that needs nothing that was generated."""
