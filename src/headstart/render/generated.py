@@ -108,8 +108,11 @@ class Answers:
             if isinstance(message, dict) and message.get("role") == "assistant" and (key := _key_of(message)) is not None:
                 keys[at] = key
         alike: dict[int, tuple[Generated, ...]] = {}
-        for at, found in zip(keys, self._kept.get(owner, list(keys.values())), strict=True):
+        for (at, (kind, _)), found in zip(keys.items(), self._kept.get(owner, list(keys.values())), strict=True):
             if found is None:
+                continue
+            if kind == "text":  # and nothing else is to be compared
+                alike[at] = found
                 continue
             message = messages[at]
             content, calls = (message.get("content") or "").strip(), message.get("tool_calls") or []

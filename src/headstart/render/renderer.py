@@ -106,11 +106,10 @@ class Renderer:
 
     def written(self, text: str, *, context_tokens: int | None = None, owner: str = "") -> list[int]:
         """Return the token ids of a text that holds its special tokens already, as a template has written them."""
-        return self._begun(self._each([text], context_tokens=context_tokens, owner=owner)[0])
+        self._refuse_too_long(text_bytes(text, param="messages"), context_tokens, param="messages")
+        return self._begun(self._tokeniser.ids(text, owner=owner))
 
-    def told(
-        self, text: str, answers: Iterable[Generated], *, context_tokens: int | None = None, owner: str = ""
-    ) -> Told:
+    def told(self, text: str, answers: Iterable[Generated], *, context_tokens: int | None = None, owner: str = "") -> Told:
         """Return what `written` does, but for answers that stand in the text, whose tokens are those that were generated. Of a
         text that begins as one before, of the same owner, that beginning is known at once."""
         encode = partial(self._each, context_tokens=context_tokens, owner=owner)
@@ -236,7 +235,9 @@ class Renderer:
     def _stretches(self) -> Stretches:
         return Stretches(self._tokeniser, self.ends)
 
-    def _each(self, parts: list[str | array[int]] | list[str], *, context_tokens: int | None, owner: str) -> list[Sequence[int]]:
+    def _each(
+        self, parts: list[str | array[int]] | list[str], *, context_tokens: int | None, owner: str
+    ) -> list[Sequence[int]]:
         """Return the token ids of texts that a template wrote, and tokens between them as they are."""
         texts = [part for part in parts if isinstance(part, str)]
         nbytes = sum(text_bytes(text, param="messages") for text in texts)
@@ -245,7 +246,7 @@ class Renderer:
         return [next(made) if isinstance(part, str) else self._tokeniser.shared(part) for part in parts]
 
     def _begun(self, ids: Ids) -> Ids:
-        """Return the token ids of a conversation with what this tokenizer wants before every one, whatever its template wrote."""
+        """Return the token ids of a conversation with what this tokenizer wants before each, whatever its template wrote."""
         return ids
 
     def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:

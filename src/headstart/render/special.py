@@ -67,7 +67,9 @@ def _overlapping(words: Collection[str], any_of: re.Pattern[str]) -> set[str]:
     ends = {word[begin:] for word in words for begin in range(1, len(word))}
     found: set[str] = set()
     for word in words:
-        if any(word[begin:] in begins for begin in range(1, len(word))) or any(word[:end] in ends for end in range(1, len(word))):
+        if any(word[begin:] in begins for begin in range(1, len(word))) or any(
+            word[:end] in ends for end in range(1, len(word))
+        ):
             found.add(word)
         if any_of.search(word, 1) or any(word[:end] in words for end in range(1, len(word))):
             within = {word[begin:end] for begin in range(len(word)) for end in range(begin + 1, len(word) + 1)}

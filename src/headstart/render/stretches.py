@@ -1,12 +1,12 @@
 """A text becomes token ids in stretches, and those of a conversation so far are remembered as they are.
 
-A conversation is told again with every turn. Its stretches are known by a digest of all that comes before their end, so nothing in
-them is compared with answers, cut at special tokens or looked up message by message.
+A conversation is told again with every turn. Its stretches are known by a digest of all that comes before their end, so nothing
+in them is compared with answers, cut at special tokens or looked up message by message.
 
     text   ├──── stretch ────┼──── stretch ────┼── rest ──┤      cut before a special token, never in an answer
-    known by                 ▲                 ▲                 a digest of the text up to here, the answers that may stand in it
+    known by                  ▲                 ▲                a digest of the text up to here, what answers may stand in it
 
-What a stretch becomes depends on nothing behind it: it is cut where what follows becomes tokens by itself, whatever that is.
+What a stretch becomes depends on nothing behind it: it is cut where what follows becomes tokens by itself, whatever it is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Stretches:
         of what is not known, in order; what is given as tokens stays as it is."""
         stretches = self._stretches(text, sorted(answers, key=lambda one: one.prompt_characters))
         *whole, rest = stretches
-        known = [one for one in takewhile(bool, self._kept.get(owner, [one.key for one in whole])) if one is not None]
+        # From the end on: what is kept of too long a conversation is then its beginning, without which nothing else is of use.
+        found = self._kept.get(owner, [one.key for one in reversed(whole)])
+        known = [one for one in takewhile(bool, reversed(found)) if one is not None]
         spliced = [splice(one.before, one.end, one.answers, ends=self._ends) for one in stretches[len(known) :]]
         encoded = iter(encode(list(chain.from_iterable(one.parts for one in spliced))))
         ids: list[int] = []
@@ -86,7 +88,7 @@ class Stretches:
             if stretch is not rest:
                 fresh[stretch.key] = _Known(tuple(ids[begin:]), made.acted)
         if fresh:
-            self._kept.put(owner, fresh)
+            self._kept.put(owner, dict(reversed(fresh.items())))
         acted = frozenset().union(*(one.acted for one in known), *(one.acted for one in spliced))
         return Told(ids, acted, rest.digest)
 

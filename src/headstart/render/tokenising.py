@@ -28,8 +28,8 @@ _ENTRY_BYTES = 200  # of books, beside text and ids
 
 
 class Tokeniser:
-    """Any number of threads may use one. `encode` makes tokens of texts, each by itself, without any that are put around them.
-    `between_words`: whether `cutting` is right for it. `remembered_bytes`: what is remembered at most, of all owners together."""
+    """Any number of threads may use one. `encode` makes tokens of texts, each by itself, without what is put around a text.
+    `between_words`: whether `cutting` is right for it. `remembered_bytes`: what is remembered at most, of all owners."""
 
     def __init__(
         self,

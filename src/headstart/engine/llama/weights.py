@@ -215,7 +215,7 @@ class Vocabulary:
         return {self.name(token): token for token in range(self.size) if self.is_control(token)}
 
     def looked_for(self) -> dict[str, bool]:
-        """Return the names of all tokens that are looked for in a text before all else; whether they take spaces beside them."""
+        """Return the names of tokens that are looked for in a text before all else; whether they take spaces beside them."""
         attributes = {token: int(self._library.vocab_get_attr(self._pointer, token)) for token in range(self.size)}
         return {self.name(token): bool(one & _TAKES_SPACES) for token, one in attributes.items() if one & _LOOKED_FOR}
 
