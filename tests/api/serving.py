@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -22,7 +22,11 @@ from headstart.api.service import Service
 from headstart.errors import RequestError
 from headstart.render import Renderer, Tokens
 from headstart.render.answers import FAMILIES
+from headstart.render.generated import Generated
 from headstart.render.messages import normal_messages
+from headstart.render.special import Special
+from headstart.render.stretches import Stretches, Told
+from headstart.render.tokenising import Tokeniser
 from headstart.testing.fake_engine import FakeEngine
 
 
@@ -58,11 +62,15 @@ class ByteRenderer:
     ) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in normal_messages(messages, join_parts=join_parts))
 
-    def written(
-        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
-    ) -> list[int]:
-        parts = [text] if isinstance(text, str) else text
-        return [token for part in parts for token in (part.encode() if isinstance(part, str) else part)]
+    def written(self, text: str, *, context_tokens: int | None = None, owner: str = "") -> list[int]:
+        return list(text.encode())
+
+    def told(self, text: str, answers: Iterable[Generated], *, context_tokens: int | None = None, owner: str = "") -> Told:
+        def encode(parts: list[str | array[int]]) -> list[Sequence[int]]:
+            return [part.encode() if isinstance(part, str) else part for part in parts]
+
+        tokeniser = Tokeniser(lambda texts: [text.encode() for text in texts], Special(()), vocabulary=256)
+        return Stretches(tokeniser, self.ends).told(text, answers, encode, owner=owner)
 
     def completion(self, prompt: str | Sequence[int], *, context_tokens: int | None = None) -> list[int]:
         if isinstance(prompt, str):

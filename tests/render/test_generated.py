@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from typing import Any
 
 import pytest
 
 from headstart.render.answers import Call
-from headstart.render.generated import Answers, Generated, digest_of, splice, standing
+from headstart.render.generated import Answers, Beginnings, Generated, Spliced, digest_of, splice, standing
 
 RULES = ("tool-arguments", "generated-tokens")
 PROMPT = "<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
@@ -32,14 +33,18 @@ def _like(answers: Answers, message: dict[str, Any], *, owner: str = "acme") -> 
 
 
 def _spliced(text: str, *answers: Generated, rules: tuple[str, ...] = RULES) -> list[Any]:
-    parts = splice(text, answers, ends={"<|im_end|>"}, rules=rules).parts
-    return [part if isinstance(part, str) else list(part) for part in parts]
+    return [part if isinstance(part, str) else list(part) for part in _made(text, *answers, rules=rules).parts]
+
+
+def _made(text: str, *answers: Generated, rules: tuple[str, ...] = RULES) -> Spliced:
+    ruled = [one for one in answers if one.rule in rules]
+    return splice(Beginnings(text), len(text), ruled, ends=re.compile(re.escape("<|im_end|>")))
 
 
 def test_a_call_keeps_its_tokens_though_the_template_writes_its_json_in_another_way() -> None:
     answer = _answer(calls=(CALL,))
     assert _spliced(PROMPT + WRITTEN + REST, answer) == [PROMPT, [7, 8, 9], REST]
-    assert splice(PROMPT + WRITTEN + REST, [answer], ends={"<|im_end|>"}, rules=RULES).acted == {"tool-arguments"}
+    assert _made(PROMPT + WRITTEN + REST, answer).acted == {"tool-arguments"}
     assert _spliced(PROMPT + WRITTEN + REST, answer, rules=("generated-tokens",)) == [PROMPT + WRITTEN + REST]
 
 

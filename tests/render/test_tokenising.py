@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headstart.render import Renderer
-from headstart.render.tokenising import Tokeniser
+from headstart.render.tokenising import Tokeniser, tokeniser_of
 
 sys.path.append(str(Path(__file__).parent.parent / "diagnose"))
 from families import FAMILIES
@@ -54,7 +54,7 @@ def _whole(backend: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("added", list(_ADDED))
 def test_tokens_are_those_of_the_whole_text_whatever_was_seen_before(family: Renderer, added: str) -> None:
     backend = _with_added(family, _ADDED[added])
-    tokeniser = Tokeniser(backend, remembered_bytes=20_000)
+    tokeniser = tokeniser_of(backend, remembered_bytes=20_000)
 
     @settings(max_examples=min(100, settings.default.max_examples))
     @given(st.lists(_TEXTS, min_size=1, max_size=4))
@@ -92,7 +92,7 @@ _PREPEND = {
 )
 def test_what_a_tokenizer_does_at_a_texts_beginning_it_does_there_alone(family: Renderer, changes: dict[str, Any]) -> None:
     backend = _with_added(family, [], **changes)
-    tokeniser = Tokeniser(backend)
+    tokeniser = tokeniser_of(backend)
 
     @settings(max_examples=min(100, settings.default.max_examples))
     @given(_TEXTS)
@@ -121,7 +121,7 @@ class _Watched:
 
 def _watched(renderer: Renderer, **more: Any) -> tuple[Tokeniser, _Watched]:
     backend = _Watched(renderer._backend)
-    return Tokeniser(backend, **more), backend
+    return tokeniser_of(backend, **more), backend
 
 
 def _turns(count: int) -> str:
@@ -182,7 +182,7 @@ def test_memory_is_bounded_and_who_has_most_loses_first(renderer: Renderer) -> N
 
 
 def test_many_threads_get_the_tokens_of_their_own_texts(renderer: Renderer) -> None:
-    tokeniser = Tokeniser(renderer._backend, remembered_bytes=30_000)
+    tokeniser = tokeniser_of(renderer._backend, remembered_bytes=30_000)
     wrong: list[str] = []
 
     def run(number: int) -> None:
@@ -201,7 +201,7 @@ def test_many_threads_get_the_tokens_of_their_own_texts(renderer: Renderer) -> N
 
 def test_a_thousand_special_tokens_are_found_as_soon_as_one(renderer: Renderer) -> None:
     backend = _with_added(renderer, [{"content": f"<|reserved_{i}|>"} for i in range(1000)])
-    tokeniser = Tokeniser(backend)
+    tokeniser = tokeniser_of(backend)
     text = "<|reserved_7|><p>" + "<|reserved_99|>a < b <|reserved_ <<" * 20
     assert tokeniser.ids(text) == _whole(backend, text)
     assert len(list(tokeniser.parts(text))) == 21

@@ -1,6 +1,6 @@
 """From what a request says to token ids: canonical form, template, tokens that are known already, how much may be kept.
 
-Ask ─▶ canonical ─▶ template ─▶ splice: what this server generated ─▶ tokeniser: what came before ─▶ Prompt
+Ask ─▶ canonical ─▶ template ─▶ stretches: what came before, what this server generated ─▶ Prompt
                                   ▲
 answers that ended ───────────────┘ heard
 """
@@ -11,14 +11,13 @@ import secrets
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import Any
 
 from headstart.api.ask import Ask
 from headstart.api.caching import has_breakpoint
 from headstart.api.served import Served
 from headstart.render.canonical import RULES, Canonical, canonical, lacks_reasoning
-from headstart.render.generated import Answers, Generated, splice, standing
+from headstart.render.generated import Answers, Generated, standing
 
 _OF_GENERATED = {"reasoning", "tool-arguments", "generated-tokens"}
 
@@ -50,10 +49,10 @@ class Prompting:
             return Prompt(ids, keep_tokens=0 if ask.caching.explicit else None)
         made, text, generated = self._written(served, ask)
         owner = _owner(ask)
-        spliced = splice(text, generated, ends=served.renderer.ends, rules=self._rules)
-        ids = tuple(served.renderer.written(spliced.parts, context_tokens=context, owner=owner))
-        keep_tokens = self._keep_tokens(served, ask, text, ids) if ask.caching.explicit else None
-        return Prompt(ids, len(text), spliced.digest, made.acted | spliced.acted, keep_tokens)
+        answers = [one for one in generated if one.rule in self._rules]
+        told = served.renderer.told(text, answers, context_tokens=context, owner=owner)
+        keep_tokens = self._keep_tokens(served, ask, text, told.ids, answers) if ask.caching.explicit else None
+        return Prompt(tuple(told.ids), len(text), told.digest, made.acted | told.acted, keep_tokens)
 
     def as_rendered(self, ask: Ask) -> Ask:
         """Return what is asked for in canonical form, as far as that needs nothing that was generated."""
@@ -95,16 +94,26 @@ class Prompting:
                 return whole, text, generated
             reasoning = {at: said for at, said in reasoning.items() if at in right}
 
-    def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int]) -> int:
+    def _keep_tokens(self, served: Served, ask: Ask, text: str, ids: Sequence[int], answers: Sequence[Generated]) -> int:
         """Return how many tokens lie before the last breakpoint; none where there is none."""
         assert ask.messages is not None
         if not any(map(has_breakpoint, _holders(ask.messages))):
             return 0
         mark = secrets.token_hex(16)
         marked = self._written(served, ask, mark=mark)[1]
-        before = commonprefix([text, marked[: marked.find(mark)]]) if mark in marked else ""  # noqa: RUF071 - no paths
-        begun = served.renderer.written(before, owner=_owner(ask))
-        return len(commonprefix([tuple(begun), tuple(ids)]))  # noqa: RUF071 - the last ones may be others where text goes on
+        end = marked.find(mark)
+        before = text[: _alike(text, marked[:end])] if end >= 0 else ""
+        begun = served.renderer.told(before, answers, owner=_owner(ask)).ids
+        return _alike(begun, ids)  # the last ones may be others where text goes on
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how far two begin alike; halves are compared, each at once, as both may be long."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def _owner(ask: Ask) -> str:

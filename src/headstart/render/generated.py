@@ -13,10 +13,11 @@ JSON of arguments was compared before); then its tokens go in its place.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -32,7 +33,7 @@ _Key = tuple[str, str]  # kind, and text or id
 @dataclass(frozen=True, slots=True)
 class Generated:
     """An answer: its tokens and their text with special tokens, without the one that ended it, and what was read in it.
-    `prompt_characters` and `prompt_digest` tell what it answered."""
+    `prompt_characters` and `prompt_digest` tell what it answered; `mark` is no other answer's."""
 
     prompt_characters: int
     prompt_digest: bytes
@@ -41,6 +42,12 @@ class Generated:
     content: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    mark: object = field(default_factory=object, compare=False, repr=False)
+
+    @property
+    def rule(self) -> str:
+        """By which rule it keeps its tokens."""
+        return "tool-arguments" if self.calls else "generated-tokens"
 
     @property
     def nbytes(self) -> int:
@@ -50,30 +57,34 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Spliced:
-    """A text in order: strings that are still to be tokenised, and tokens that are known. `acted`: the rules that did it.
-    `digest`: of the text."""
+    """A text in order: strings that are still to be tokenised, and tokens that are known. `acted`: the rules that did it."""
 
     parts: list[str | array[int]]
     acted: frozenset[str]
-    digest: bytes
 
 
-class _Beginnings:
+class Beginnings:
     """Digests of how far a text goes, from less to more; it is gone through once."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
+        self.at = 0
         self._digest = sha256()  # twice as fast as others where the processor has it
-        self._at = 0
 
     def digest(self, end: int) -> bytes:
-        self._digest.update(self._text[self._at : end].encode("utf-8", "surrogatepass"))
-        self._at = end
+        self._digest.update(self.text[self.at : end].encode("utf-8", "surrogatepass"))
+        self.at = end
         return self._digest.digest()
+
+    def copy(self) -> Beginnings:
+        """Return another that goes on from here."""
+        copied = Beginnings(self.text)
+        copied.at, copied._digest = self.at, self._digest.copy()
+        return copied
 
 
 def digest_of(prompt: str) -> bytes:
-    return _Beginnings(prompt).digest(len(prompt))
+    return Beginnings(prompt).digest(len(prompt))
 
 
 class Answers:
@@ -97,8 +108,11 @@ class Answers:
             if isinstance(message, dict) and message.get("role") == "assistant" and (key := _key_of(message)) is not None:
                 keys[at] = key
         alike: dict[int, tuple[Generated, ...]] = {}
-        for at, found in zip(keys, self._kept.get(owner, list(keys.values())), strict=True):
+        for (at, (kind, _)), found in zip(keys.items(), self._kept.get(owner, list(keys.values())), strict=True):
             if found is None:
+                continue
+            if kind == "text":  # and nothing else is to be compared
+                alike[at] = found
                 continue
             message = messages[at]
             content, calls = (message.get("content") or "").strip(), message.get("tool_calls") or []
@@ -107,36 +121,35 @@ class Answers:
         return alike
 
 
-def splice(text: str, answers: Iterable[Generated], *, ends: Collection[str], rules: Collection[str]) -> Spliced:
-    """Return `text` with the tokens of those answers that stand in it. `ends`: texts of tokens that end a turn."""
+def splice(beginnings: Beginnings, end: int, answers: Iterable[Generated], *, ends: re.Pattern[str]) -> Spliced:
+    """Return what is left of a text up to `end` with the tokens of those answers that stand in it. `ends` finds what ends a
+    turn; none of the answers goes on behind `end`."""
+    text, done = beginnings.text, beginnings.at
     parts: list[str | array[int]] = []
     acted: set[str] = set()
-    done = 0
-    beginnings = _Beginnings(text)
-    for one, begin in _answered(beginnings, len(text), answers):
-        rule = "tool-arguments" if one.calls else "generated-tokens"
-        end = min((at for end in ends if (at := text.find(end, begin)) >= 0), default=None)
-        if rule not in rules or begin < done or end is None:
+    for one, begin in _answered(beginnings, end, answers):
+        closing = ends.search(text, begin) if begin >= done else None
+        if closing is None:
             continue
-        written = text[begin:end]
+        written = text[begin : closing.start()]
         if written != one.text:
             if Counter("".join(written.split())) != Counter("".join(one.text.split())):
                 continue
-            acted.add(rule)
+            acted.add(one.rule)
         parts += [text[done:begin], one.tokens]
-        done = end
-    return Spliced([*parts, text[done:]], frozenset(acted), beginnings.digest(len(text)))
+        done = closing.start()
+    return Spliced([*parts, text[done:end]], frozenset(acted))
 
 
 def standing(text: str, answers: Iterable[Generated]) -> frozenset[bytes]:
     """Return the digests of those of the answered prompts with which `text` begins."""
-    return frozenset(one.prompt_digest for one, _ in _answered(_Beginnings(text), len(text), answers))
+    return frozenset(one.prompt_digest for one, _ in _answered(Beginnings(text), len(text), answers))
 
 
-def _answered(beginnings: _Beginnings, size: int, answers: Iterable[Generated]) -> Iterator[tuple[Generated, int]]:
-    """Yield the answers whose prompt a text of `size` characters begins with, and where that ends."""
+def _answered(beginnings: Beginnings, end: int, answers: Iterable[Generated]) -> Iterator[tuple[Generated, int]]:
+    """Yield the answers whose prompt a text begins with, of less than `end` characters, and where that ends."""
     for one in sorted(answers, key=lambda one: one.prompt_characters):
-        if one.prompt_characters >= size:
+        if one.prompt_characters >= end:
             return
         if beginnings.digest(one.prompt_characters) == one.prompt_digest:
             yield one, one.prompt_characters

@@ -6,12 +6,13 @@ has the meaning of. So the tokens here are libllama's own, and equal to what any
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from headstart.render.plain import PlainTokenizer
-from headstart.render.renderer import Renderer, Tokens, refuse_too_long, text_bytes
+from headstart.render.renderer import Ids, Renderer, Tokens, text_bytes
+from headstart.render.special import Special
+from headstart.render.tokenising import Tokeniser
 
 
 class Words(Protocol):
@@ -40,6 +41,10 @@ class Words(Protocol):
 
     def special_tokens(self) -> dict[str, int]: ...
 
+    def looked_for(self) -> dict[str, bool]:
+        """Return the names of tokens that are looked for in a text before all else; whether they take spaces beside them."""
+        ...
+
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str: ...
 
 
@@ -51,7 +56,12 @@ class GGUFRenderer(Renderer):
         special = {name: words.name(token) for name, token in named.items() if token is not None}
         self._words = words
         self._tokenizer = self._writer = PlainTokenizer(None, template=template, special=special)
-        self._longest_bytes = max(len(words.name(token).encode()) for token in range(words.size))
+        self._longest_token_bytes = max(len(words.name(token).encode()) for token in range(words.size))
+        self._tokeniser = Tokeniser(
+            lambda texts: [words.tokenise(text, special_tokens=False) for text in texts],
+            _special(words.looked_for()),
+            vocabulary=words.size,
+        )
         self.stop_ids = words.stop_ids()
         self._special_tokens = words.special_tokens()
         self.vocabulary = words.size
@@ -88,15 +98,20 @@ class GGUFRenderer(Renderer):
     def token_bytes(self, token: int) -> bytes:
         return self._words.token_bytes(token)
 
-    def written(
-        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
-    ) -> list[int]:
-        ids = super().written(text, context_tokens=context_tokens, owner=owner)
+    def _begun(self, ids: Ids) -> Ids:
         begin = self._words.begin_id
-        if self._words.begins and begin is not None and ids[:1] != [begin]:
+        if self._words.begins and begin is not None and (not ids or ids[0] != begin):
             ids.insert(0, begin)  # not every template writes the beginning that the file asks for
         return ids
 
-    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None, owner: str = "") -> list[int]:
-        refuse_too_long(text_bytes(text, param=param) // self._longest_bytes, context_tokens, param=param, exact=False)
-        return self._words.tokenise(text, special_tokens=special_tokens)
+    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
+        self._refuse_too_long(text_bytes(text, param=param), context_tokens, param=param)
+        return self._words.tokenise(text, special_tokens=True) if special_tokens else self._tokeniser.ids(text)
+
+
+def _special(looked_for: Mapping[str, bool]) -> Special:
+    if any("\ufffd" in name for name in looked_for):
+        return Special(())  # the bytes of such a name are no text, and may be found within a character
+    others = {name for name, takes_spaces in looked_for.items() if takes_spaces}
+    # Libllama looks for the longest first, wherever it stands: cut only where that makes no difference.
+    return Special(looked_for.keys() - others, others, certain_alone=True)

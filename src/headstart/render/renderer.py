@@ -6,21 +6,23 @@ A renderer does not change after it was loaded, but for what it remembers of tex
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from headstart.errors import ContextLengthExceeded, MissingExtra, ModelError, RequestError
+from headstart.render.generated import Generated
 from headstart.render.messages import normal_messages, normal_tools
 from headstart.render.parts import kinds
 from headstart.render.plain import PlainTokenizer, load_plain, writer_of
+from headstart.render.stretches import Stretches, Told
 from headstart.render.token_bytes import TokenBytes
-from headstart.render.tokenising import Tokeniser
+from headstart.render.tokenising import Tokeniser, tokeniser_of
 
 # Not every model's generation_config.json lists all tokens that end an answer. A text's end counts wherever it is in the
 # vocabulary, a turn's end only where the model's own template writes it.
@@ -30,6 +32,8 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_tur
 _NOT_ARGUMENTS = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
 _NOT_ARGUMENTS |= {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
 _NOT_ARGUMENTS |= {"return_assistant_tokens_mask", "raise_exception", "strftime_now"}
+
+Ids = TypeVar("Ids", list[int], "array[int]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Renderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._longest_token_bytes = _longest_token_bytes(self._backend)
-        self._tokeniser = Tokeniser(self._backend)
+        self._tokeniser: Tokeniser = tokeniser_of(self._backend)
         self._writer = writer_of(tokenizer)
         self._token_bytes = TokenBytes(self._backend)
         added = self._backend.get_added_tokens_decoder()
@@ -100,27 +104,22 @@ class Renderer:
         text = self.write(messages, tools=tools, add_generation_prompt=add_generation_prompt, arguments=arguments)
         return self.written(text, context_tokens=context_tokens, owner=owner)
 
-    def written(
-        self, text: str | Sequence[str | array[int]], *, context_tokens: int | None = None, owner: str = ""
-    ) -> list[int]:
-        """Return the token ids of a text that holds its special tokens already, as a template has written them; of several in
-        order, and of tokens between them as they are."""
-        ids: list[int] = []
-        for part in (text,) if isinstance(text, str) else text:
-            if not isinstance(part, str):
-                ids += part
-                continue
-            tokens = self._encode(part, special_tokens=False, param="messages", context_tokens=context_tokens, owner=owner)
-            if ids:
-                ids += tokens
-            else:  # nearly all of a long conversation: not copied
-                ids = tokens
-        return ids
+    def written(self, text: str, *, context_tokens: int | None = None, owner: str = "") -> list[int]:
+        """Return the token ids of a text that holds its special tokens already, as a template has written them."""
+        self._refuse_too_long(text_bytes(text, param="messages"), context_tokens, param="messages")
+        return self._begun(self._tokeniser.ids(text, owner=owner))
+
+    def told(self, text: str, answers: Iterable[Generated], *, context_tokens: int | None = None, owner: str = "") -> Told:
+        """Return what `written` does, but for answers that stand in the text, whose tokens are those that were generated. Of a
+        text that begins as one before, of the same owner, that beginning is known at once."""
+        encode = partial(self._each, context_tokens=context_tokens, owner=owner)
+        told = self._stretches.told(text, answers, encode, owner=owner)
+        return replace(told, ids=self._begun(told.ids))
 
     def packed(self, text: str, *, owner: str = "") -> array[int]:
-        """Return what `written` does of one text, as u32, for whoever makes keys of them and nothing else."""
+        """Return what `written` does, as u32, for whoever makes keys of them and nothing else."""
         text_bytes(text, param="messages")
-        return self._tokeniser.packed(text, owner=owner)
+        return self._begun(self._tokeniser.packed(text, owner=owner))
 
     @cached_property
     def ends(self) -> frozenset[str]:
@@ -232,11 +231,33 @@ class Renderer:
         """Return the bytes of one token, which may be a part of a character; of a special one those of its name."""
         return self._token_bytes[token]
 
-    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None, owner: str = "") -> list[int]:
-        nbytes = text_bytes(text, param=param)
+    @cached_property
+    def _stretches(self) -> Stretches:
+        return Stretches(self._tokeniser, self.ends)
+
+    def _each(
+        self, parts: list[str | array[int]] | list[str], *, context_tokens: int | None, owner: str
+    ) -> list[Sequence[int]]:
+        """Return the token ids of texts that a template wrote, and tokens between them as they are."""
+        texts = [part for part in parts if isinstance(part, str)]
+        nbytes = sum(text_bytes(text, param="messages") for text in texts)
+        self._refuse_too_long(nbytes, context_tokens, param="messages")
+        made = iter(self._tokeniser.each(texts, owner=owner))
+        return [next(made) if isinstance(part, str) else self._tokeniser.shared(part) for part in parts]
+
+    def _begun(self, ids: Ids) -> Ids:
+        """Return the token ids of a conversation with what this tokenizer wants before each, whatever its template wrote."""
+        return ids
+
+    def _encode(self, text: str, *, special_tokens: bool, param: str, context_tokens: int | None) -> list[int]:
+        self._refuse_too_long(text_bytes(text, param=param), context_tokens, param=param)
+        if not special_tokens:
+            return self._tokeniser.ids(text)
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+
+    def _refuse_too_long(self, nbytes: int, context_tokens: int | None, *, param: str) -> None:
         if self._longest_token_bytes is not None:
             refuse_too_long(nbytes // self._longest_token_bytes, context_tokens, param=param, exact=False)
-        return self._tokeniser.ids(text, special_tokens=special_tokens, owner=owner)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         ids = list(prompt)

@@ -79,3 +79,40 @@ def test_what_cannot_be_said_is_refused(renderer: GGUFRenderer) -> None:
     with pytest.raises(ContextLengthExceeded):
         renderer.completion("x" * 10_000, context_tokens=64)
     assert renderer.token_bytes(10_000_000) == b""
+
+
+def _conversation(turns: int) -> str:
+    return (
+        "".join(f"<|im_start|>user\n{HARD[turn % 6]} {turn}<|im_end|>\n" for turn in range(turns)) + "<|im_start|>assistant\n"
+    )
+
+
+def test_what_came_before_is_not_tokenised_again_and_the_tokens_are_those_of_the_whole(
+    renderer: GGUFRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    whole = renderer._words.tokenise
+
+    def tokenise(text: str, *, special_tokens: bool) -> list[int]:
+        asked.append(text)
+        return whole(text, special_tokens=special_tokens)
+
+    monkeypatch.setattr(renderer._words, "tokenise", tokenise)
+    for turns in (50, 51, 52, 400):
+        text = _conversation(turns)
+        asked.clear()
+        ids = renderer.told(text, [], owner="acme").ids
+        assert ids == renderer.written(text, owner="acme") == renderer.packed(text, owner="acme").tolist()
+        if turns in (51, 52):
+            assert sum(map(len, asked)) < 200
+        begun = renderer._words.begin_id
+        assert ids == whole(text, special_tokens=False) or ids == [begun, *whole(text, special_tokens=False)]
+    asked.clear()
+    renderer.told(_conversation(400), [], owner="beta")
+    assert sum(map(len, asked)) > 10_000
+
+
+def test_the_tokens_that_are_looked_for_are_told_by_their_attributes(renderer: GGUFRenderer) -> None:
+    looked_for = renderer._words.looked_for()
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= looked_for.keys()
+    assert set(renderer.special_tokens) <= looked_for.keys()

@@ -164,6 +164,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "vocab_get_add_bos": (_BOOL, (_P,)),
     "vocab_is_eog": (_BOOL, (_P, _I32)),
     "vocab_is_control": (_BOOL, (_P, _I32)),
+    "vocab_get_attr": (_I32, (_P, _I32)),
     "vocab_get_text": (c.c_char_p, (_P, _I32)),
     "tokenize": (_I32, (_P, c.c_char_p, _I32, _P, _I32, _BOOL, _BOOL)),
     "detokenize": (_I32, (_P, _P, _I32, c.c_char_p, _I32, _BOOL, _BOOL)),

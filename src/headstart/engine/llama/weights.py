@@ -13,6 +13,8 @@ from headstart.errors import ModelError
 
 _PROGRESS = c.CFUNCTYPE(c.c_bool, c.c_float, c.c_void_p)
 _FETCH = "fetch the file again"
+_LOOKED_FOR = 1 << 0 | 1 << 3 | 1 << 4  # of a token's attributes: unknown, control, user-defined
+_TAKES_SPACES = 1 << 7 | 1 << 8  # on its left, on its right
 
 
 class Weights:
@@ -211,6 +213,11 @@ class Vocabulary:
     def special_tokens(self) -> dict[str, int]:
         """Return control tokens by name."""
         return {self.name(token): token for token in range(self.size) if self.is_control(token)}
+
+    def looked_for(self) -> dict[str, bool]:
+        """Return the names of tokens that are looked for in a text before all else; whether they take spaces beside them."""
+        attributes = {token: int(self._library.vocab_get_attr(self._pointer, token)) for token in range(self.size)}
+        return {self.name(token): bool(one & _TAKES_SPACES) for token, one in attributes.items() if one & _LOOKED_FOR}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of `tokens`, with the names of special ones if wanted; bytes that are not UTF-8 become U+FFFD. What
