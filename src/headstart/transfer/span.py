@@ -443,7 +443,7 @@ class _RangeJob(_Job):
         return self.stream(far, start, _end(self.layout, self._asked(), self.span.first))
 
     def _taken(self, far: FarTier) -> Iterator[tuple[int, int, Fault | None]]:
-        sizes = self.prompt.representation.layer_bytes  # none varies where `taking` suits
+        sizes = [size or 0 for size in self.prompt.representation.layer_bytes]  # none varies where `taking` suits
         for layers, right in self.taking.take(self._begun(far), self.header, self.layout, self.span, self._asked()):
             fault = None
             worst = int(right.argmin())
