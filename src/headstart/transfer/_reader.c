@@ -336,9 +336,10 @@ static int is_up(const Batch *b, int64_t began, int64_t budget_ns, int64_t alone
     return took >= alone_ns || (took >= budget_ns && __atomic_load_n(b->waiting, __ATOMIC_RELAXED));
 }
 
-/* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
-   is over and somebody waits for the thread, or `alone_ns`. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
-   HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
+/* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or time is up:
+   `budget_ns` where somebody waits for the thread, else `alone_ns`. `*number` on entry: a request to do first, -1: none.
+   HEAD_READ: it is not counted yet, `headstart_settle` follows; HEAD_WRONG: it is counted, but for the pieces of layer 0, which
+   are not right. */
 int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t alone_ns, int64_t *number)
 {
     int64_t began = now_ns(), next = *number;
@@ -426,9 +427,8 @@ static void pass(void)
 }
 
 /* Copy a chunk that comes next to where its bytes belong, and check every piece that is whole by it: where it came, if all of it
-   came at once, else where it belongs. What lies between parts is
-   passed over. Of the batch only the tables of pieces are used: `layers`, `keys`, `checks` and what belongs to them. Returns how
-   many parts are there by now, -1 where there is no memory. */
+   came at once, else where it belongs. What lies between parts is passed over. Of the batch only the tables of pieces are used:
+   `layers`, `keys`, `checks` and what belongs to them. Returns how many parts are there by now, -1 where there is no memory. */
 int64_t headstart_take(const Batch *b, Coming *c, const uint8_t *bytes, int64_t nbytes)
 {
     void *state = b->create();

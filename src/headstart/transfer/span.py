@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
 
 import numpy as np
 
@@ -59,7 +58,7 @@ def start_reading(load: Load, spans: Sequence[Span], prompt: Prompt, into: KVVie
         pool.submit([Start(load, prompt, into, pool, heads)] if suits and native.reader() is not None else heads)
 
 
-class _Heads(Sequence["_HeadJob"]):
+class _Heads:
     """The head jobs of spans, with their numbers in the load; each takes 1.5 µs, which nothing waits for if none is made."""
 
     def __init__(self, sources: Sequence[int], spans: Sequence[Span], make: Callable[[int, Span], _HeadJob]) -> None:
@@ -70,16 +69,11 @@ class _Heads(Sequence["_HeadJob"]):
     def __len__(self) -> int:
         return len(self.spans)
 
-    @overload
-    def __getitem__(self, number: int, /) -> _HeadJob: ...
-
-    @overload
-    def __getitem__(self, number: slice, /) -> list[_HeadJob]: ...
-
-    def __getitem__(self, number: int | slice, /) -> _HeadJob | list[_HeadJob]:
-        if isinstance(number, slice):
-            return list(map(self._make, self._sources[number], self.spans[number]))
+    def __getitem__(self, number: int, /) -> _HeadJob:
         return self._make(self._sources[number], self.spans[number])
+
+    def __iter__(self) -> Iterator[_HeadJob]:
+        return map(self._make, self._sources, self.spans)
 
 
 class _Job:
