@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import xxhash
+
 from benchmarks import fio
 from benchmarks.harness import Ratio, benchmark_home, paired_ratio, where_it_ran
 from benchmarks.stored import IDENTITY, MLA, SMOLLM2, Destination, Prefix, touched
@@ -79,9 +81,11 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         f"{result['gib']:g} GiB of a prefix, every piece verified, {result['rounds']} interleaved rounds: medians, and the "
         "median of the rounds' ratios to the best fixed fio setting with its 95 % interval. *Layer 0*: until it is verified "
-        f"for the whole prefix, over its bytes at fio's rate; at most {LAYER0_TARGET} is wanted.",
+        f"for the whole prefix, over its bytes at fio's rate; at most {LAYER0_TARGET} is wanted. *CPU*: of the reader, of fio, "
+        "which looks at no byte, and of nothing but hashing the pieces once more, by one thread, from memory.",
         "",
-        "| model, blocks an extent | one layer | fio, best setting | reader | rate | to fio [95 %] | layer 0 | CPU s/GiB |",
+        "| model, blocks an extent | one layer | fio, best setting | reader | rate | to fio [95 %] | layer 0 | "
+        "CPU s/GiB: ours, fio, hash alone |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in result["cases"]:
@@ -90,7 +94,8 @@ def table(result: dict[str, Any]) -> str:
             rows.append(
                 f"| {case['model']}, {case['blocks']} | {case['request_bytes'] / 1000:,.0f} KB | "
                 f"{case['fio_mb_s']:,.0f} MB/s, {case['fio_setting']} | {reader} | {found['mb_s']:,.0f} MB/s | {ratio} | "
-                f"{found['layer0_ms']:.0f} ms, {found['layer0_ratio']:.2f} | {found['cpu_s_per_gib']:.2f} |"
+                f"{found['layer0_ms']:.0f} ms, {found['layer0_ratio']:.2f} | {found['cpu_s_per_gib']:.2f}, "
+                f"{_seconds(case, 'fio_cpu_s_per_gib')}, {_seconds(case, 'hash_cpu_s_per_gib')} |"
             )
     tried = {name: [case["fio"][name] for case in result["cases"]] for name in result["cases"][0]["fio"]}
     rows += [
@@ -118,6 +123,8 @@ def _case(
 ) -> dict[str, Any]:
     readers = {"Python": True} if native.reader() is None else {"C": False, "Python": True}
     rates: dict[fio.Setting, list[float]] = {setting: [] for setting in settings}
+    spent: dict[fio.Setting, list[float]] = {setting: [] for setting in settings}
+    hashed: list[float] = []
     reads: dict[str, list[Read]] = {reader: [] for reader in readers}
     tier = prefix.write(directory)
     files = list(directory.rglob("*.seg"))
@@ -125,7 +132,9 @@ def _case(
         destination = Destination(prefix, memory)
 
         def by_fio(setting: fio.Setting) -> None:
-            rates[setting].append(fio.read(file, setting, request_bytes=prefix.request_bytes, nbytes=prefix.nbytes).bytes_per_s)
+            found = fio.read(file, setting, request_bytes=prefix.request_bytes, nbytes=prefix.nbytes)
+            rates[setting].append(found.bytes_per_s)
+            spent[setting].append(found.cpu_s)
 
         def by_us(reader: str) -> None:
             reads[reader].append(_read(cache, prefix, destination, files, portable=readers[reader]))
@@ -139,6 +148,7 @@ def _case(
             rng.shuffle(turns)
             for turn in turns:
                 turn()
+            hashed.append(_hash(memory[: prefix.nbytes], prefix.representation.layer_bytes[0] or 0))
     best = max(settings, key=lambda setting: statistics.median(rates[setting]))
     fio_rate = statistics.median(rates[best])
     return {
@@ -150,6 +160,8 @@ def _case(
         "fio": {str(setting): statistics.median(rates[setting]) / 1e6 for setting in settings},
         "fio_setting": str(best),
         "fio_mb_s": fio_rate / 1e6,
+        "fio_cpu_s_per_gib": statistics.median(spent[best]) * GIB / prefix.nbytes,
+        "hash_cpu_s_per_gib": statistics.median(hashed) * GIB / prefix.nbytes,
         "page_cache_bytes": _most([read.page_cache_bytes for found in reads.values() for read in found]),
         "readers": {reader: _summary(prefix, found, rates[best], fio_rate) for reader, found in reads.items()},
         "raw": {
@@ -177,6 +189,14 @@ def _read(cache: PrefixCache, prefix: Prefix, destination: Destination, files: l
     return Read(seconds, layer0_s, cpu_s, held)
 
 
+def _hash(memory: memoryview, piece_bytes: int) -> float:
+    """Return the CPU seconds of hashing every piece, one after the other."""
+    began = time.thread_time()
+    for at in range(0, memory.nbytes, piece_bytes):
+        xxhash.xxh3_128_digest(memory[at : at + piece_bytes])
+    return time.thread_time() - began
+
+
 def _summary(prefix: Prefix, reads: list[Read], fio_rates: list[float], fio_rate: float) -> dict[str, Any]:
     rates = [prefix.nbytes / read.seconds for read in reads]
     layer0_s = statistics.median(read.layer0_s for read in reads)
@@ -192,6 +212,11 @@ def _summary(prefix: Prefix, reads: list[Read], fio_rates: list[float], fio_rate
 def _most(found: list[int | None]) -> int | None:
     known = [nbytes for nbytes in found if nbytes is not None]
     return max(known) if len(known) == len(found) else None
+
+
+def _seconds(case: dict[str, Any], name: str) -> str:
+    """Return what was measured; results that are older lack it."""
+    return f"{case[name]:.2f}" if name in case else "–"
 
 
 def _line(case: dict[str, Any]) -> str:

@@ -22,12 +22,13 @@ from headstart.cache.prefix_cache import PrefixCache
 from headstart.testing.fake_kv import IDENTITY, OPAQUE, PAGED, STATEFUL, TINY, UNEVEN, FakeDestination, FakeKV
 from headstart.testing.faulty_disk import DiskFault, FaultyDisk
 from headstart.testing.round_trip import finish, load, match, save
-from headstart.tier.base import RawExtents
+from headstart.tier.base import ExtentId, RawExtents
 from headstart.tier.disk import DiskTier
 from headstart.tier.disk.door import RealDisk
 from headstart.transfer import batch, native
 from headstart.transfer.batch import Batch
 from headstart.transfer.load import Load
+from headstart.transfer.native import Outcome
 
 TIMEOUT_S = 20.0
 LENGTHS = (1, 3, 1, 6, 2)  # of the extents, in pieces
@@ -604,6 +605,30 @@ def test_a_reader_that_is_not_whole_is_not_used(monkeypatch: pytest.MonkeyPatch)
         patched.setattr(native, "_HASH", (*native._HASH[:-1], "XXH3_64bits_digest"))
         assert fresh() is None
     assert fresh() is not None
+
+
+def test_a_thread_stays_with_the_c_reader_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.reader() is None:
+        pytest.skip("headstart was installed without its C reader")
+    monkeypatch.setattr(batch, "_SLICE_S", 1e-9)  # over after every request
+    outcomes: list[Outcome] = []
+    work = native.Reader.work
+
+    def watched(self: native.Reader, *args: Any) -> tuple[Outcome, int]:
+        found = work(self, *args)
+        outcomes.append(found[0])
+        return found
+
+    monkeypatch.setattr(native.Reader, "work", watched)
+    with opened(tmp_path, WIDE) as cache:
+        kv = stored(cache, WIDE)
+        assert load(cache, kv).usable_tokens == PIECES * 64
+        alone, waiting = outcomes.count(Outcome.TIME_IS_UP), cache._sources[0].pool_of(ExtentId(0)).waiting
+        outcomes.clear()
+        monkeypatch.setattr(batch, "_ALONE_S", 1e-9)
+        assert load(cache, kv).usable_tokens == PIECES * 64
+        assert waiting[0] == 0
+    assert alone < outcomes.count(Outcome.TIME_IS_UP)
 
 
 def leased(cache: PrefixCache) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import obstore
 import obstore.store
 import pytest
@@ -193,7 +194,7 @@ def chunked(tier: ObjectTier, monkeypatch: pytest.MonkeyPatch, *, nbytes: int, b
     monkeypatch.setattr(ObjectTier, "stream", small)
 
 
-@pytest.mark.parametrize("nbytes", [1, 333, 4096, 70_000])
+@pytest.mark.parametrize("nbytes", [1, 333, 4096, 70_000, 200_000])
 @pytest.mark.parametrize("representation", [UNEVEN, PAGED, WIDE], ids=["uneven", "paged", "wide"])
 def test_chunks_may_begin_and_end_anywhere(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, representation: Representation, nbytes: int
@@ -209,6 +210,37 @@ def test_chunks_may_begin_and_end_anywhere(
             part = FakeKV(representation, kv.tokens[: pieces * representation.piece_tokens + 1].tolist())
             loaded = load(cache, part, shift=8)
             assert (loaded.usable_tokens, loaded.wrong) == (pieces * representation.piece_tokens, [])
+
+
+class Rows:
+    """A destination whose pieces lie in several rows each, which begin `shift` bytes behind a page's edge."""
+
+    def __init__(self, representation: Representation, rows: int, *, shift: int) -> None:
+        self.memory = []
+        for size in representation.layer_bytes:
+            whole = np.full(PIECES * (size or 0) + 4096 + shift, 0xAA, np.uint8)
+            begin = -whole.ctypes.data % 4096 + shift
+            self.memory.append(whole[begin : begin + PIECES * (size or 0)].reshape(rows, PIECES, -1))
+
+    def buffers(self, layer: int, first: int, sizes: Sequence[int]) -> npt.NDArray[np.uint8]:
+        return self.memory[layer][:, first : first + len(sizes)].transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("representation", "rows"), [(WIDE, 4), (WIDE, 2048), (UNEVEN, 2)], ids=["wide", "short", "uneven"])
+def test_pieces_in_rows_are_filled_row_by_row(
+    shared: Callable[..., Shared], way: str, representation: Representation, rows: int, shift: int
+) -> None:
+    one = shared()
+    with one.cache(representation) as cache:
+        kv = stored(cache, representation)
+        destination = Rows(representation, rows, shift=shift)
+        with match(cache, kv) as lease:
+            assert lease.load(into=destination).result(TIMEOUT_S) == lease.tokens
+        for layer in range(representation.layers):
+            for piece in range(PIECES):
+                assert destination.buffers(layer, piece, [0]).tobytes() == kv.piece(layer, piece).tobytes()
+    assert bool(one.by_c) == (way == "C")
 
 
 @pytest.mark.parametrize("breaks_at", [0, 5000, 200_000])

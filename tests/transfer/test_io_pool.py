@@ -143,3 +143,21 @@ def test_idle_threads_touch_their_staging_when_told_to(monkeypatch: pytest.Monke
     assert both.wait(TIMEOUT_S)
     assert pool.close() == 0
     assert taken == [2 * REQUEST_BYTES] * 2  # once each
+
+
+def test_a_running_job_sees_whether_others_wait_for_its_thread_and_that_the_pool_closes() -> None:
+    pool = IOPool("disk", threads=1)
+    started, gate = Event(), Event()
+    running = FakeJob((0,), lambda: started.set() or (gate.wait(TIMEOUT_S) and None))
+    seen: list[int] = []
+    jobs = [FakeJob((1,), lambda: seen.append(int(pool.waiting[0]))) for _ in range(2)]
+    pool.submit([running])
+    assert started.wait(TIMEOUT_S)
+    assert pool.waiting[0] == 0
+    pool.submit(jobs)
+    assert pool.waiting[0] == 2
+    gate.set()
+    assert all(job.ended.wait(TIMEOUT_S) for job in jobs)
+    assert seen == [1, 0]
+    assert pool.close() == 0
+    assert pool.waiting[0]

@@ -171,7 +171,7 @@ class Lease:
 
     def _span(self, run: Run) -> Span:
         source = self._sources[run.tier]
-        return Span(source.tier, source.pool_of(run.extent), run.extent, first=run.first, pieces=run.pieces, start=run.start)
+        return Span(source.tier, source.pool_of(run.extent), run.extent, run.first, run.pieces, run.start)
 
     def _range(self, first_tokens: int, end_tokens: int) -> tuple[int, int]:
         """Return (first, pieces)."""

@@ -174,8 +174,8 @@ class FarTier(Protocol):
         ...
 
     def stream(self, extent: ExtentId, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
-        """Ask for a part of a leased extent's image at once and yield its bytes, in order, as they come. Raises what `read`
-        does, also in between."""
+        """Ask for a part of a leased extent's image at once and yield its bytes, in order, as they come or many at
+        once. Raises what `read` does, also in between."""
         ...
 
 

@@ -13,6 +13,9 @@
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { ALIGNMENT = 4096, MAX_ROWS = 1024, PREFIX_BYTES = 68 };
 enum { WAIT_NS = 100000, WAITS = 50 };          /* 5 ms at most */
@@ -61,6 +64,7 @@ typedef struct {
     const int64_t *limit;       /* pieces from here on are not wanted any more */
     const int64_t *cancelled;   /* not 0: hand everything back */
     const int64_t *closing;     /* not 0: hand everything back */
+    const int64_t *waiting;     /* not 0: somebody else wants the thread */
     int64_t until_ns;           /* by the monotonic clock: what is read later is handed back */
     int64_t next;
     int64_t laid_out;           /* requests that may be taken: the heads first, all once `headstart_go_on` says so */
@@ -81,7 +85,7 @@ typedef struct {            /* how far a stream has come whose bytes belong to `
 
 /* `native.py` has the same numbers, and uses no reader that has others: one of another headstart, left behind by an update, would
    take its tables for something else. The first is raised with every change of meaning that the sizes do not show. */
-const int64_t headstart_layout[] = {3, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
+const int64_t headstart_layout[] = {4, sizeof(Layer), sizeof(Part), sizeof(Request), sizeof(Extent), sizeof(Batch),
                                     offsetof(Batch, next), sizeof(Coming)};
 
 static int64_t now_ns(void)
@@ -326,12 +330,19 @@ void headstart_go_on(Batch *b)
     __atomic_store_n(&b->laid_out, b->request_count, __ATOMIC_RELEASE);
 }
 
-/* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or `budget_ns`
-   is over. `*number` on entry: a request to do first, -1: none. HEAD_READ: it is not counted yet, `headstart_settle` follows;
-   HEAD_WRONG: it is counted, but for the pieces of layer 0, which are not right. */
-int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t *number)
+static int is_up(const Batch *b, int64_t began, int64_t budget_ns, int64_t alone_ns)
 {
-    int64_t until = now_ns() + budget_ns, next = *number;
+    int64_t took = now_ns() - began;
+    return took >= alone_ns || (took >= budget_ns && __atomic_load_n(b->waiting, __ATOMIC_RELAXED));
+}
+
+/* Take requests in order until something is to be done in Python with one of them (`*number`), a layer has ended, or time is up:
+   `budget_ns` where somebody waits for the thread, else `alone_ns`. `*number` on entry: a request to do first, -1: none.
+   HEAD_READ: it is not counted yet, `headstart_settle` follows; HEAD_WRONG: it is counted, but for the pieces of layer 0, which
+   are not right. */
+int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t budget_ns, int64_t alone_ns, int64_t *number)
+{
+    int64_t began = now_ns(), next = *number;
     int outcome = NONE_LEFT;
     void *state = b->create();
     if (!state)
@@ -373,7 +384,7 @@ int headstart_work(Batch *b, uint8_t *staging, int64_t staging_bytes, int64_t bu
             *number = next;
         if (outcome == HANDED_BACK && !request->head_bytes)
             count_down(b, request, 0, 0);
-        if (outcome == NONE_LEFT && now_ns() >= until)
+        if (outcome == NONE_LEFT && is_up(b, began, budget_ns, alone_ns))
             outcome = TIME_IS_UP;
     }
     b->release(state);
@@ -391,9 +402,33 @@ int headstart_settle(Batch *b, int64_t number, uint8_t *staging, int header)
     return found;
 }
 
-/* Copy a chunk that comes next to where its bytes belong, and check every piece that is whole by it. What lies between parts is
-   passed over. Of the batch only the tables of pieces are used: `layers`, `keys`, `checks` and what belongs to them. Returns how
-   many parts are there by now, -1 where there is no memory. */
+/* Copy what is not read again soon, past the caches: the memory that it goes to is not fetched before it is overwritten. Others
+   see it after `pass`. */
+static void copy_past(uint8_t *to, const uint8_t *from, int64_t nbytes)
+{
+    int64_t done = 0;
+#ifdef __SSE2__
+    for (; (uintptr_t)to % 64 == 0 && nbytes - done >= 64; done += 64) {
+        __m128i line[4];
+        for (int i = 0; i < 4; i++)
+            line[i] = _mm_loadu_si128((const __m128i *)(from + done) + i);
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128((__m128i *)(to + done) + i, line[i]);
+    }
+#endif
+    memcpy(to + done, from + done, (size_t)(nbytes - done));
+}
+
+static void pass(void)
+{
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/* Copy a chunk that comes next to where its bytes belong, and check every piece that is whole by it: where it came, if all of it
+   came at once, else where it belongs. What lies between parts is passed over. Of the batch only the tables of pieces are used:
+   `layers`, `keys`, `checks` and what belongs to them. Returns how many parts are there by now, -1 where there is no memory. */
 int64_t headstart_take(const Batch *b, Coming *c, const uint8_t *bytes, int64_t nbytes)
 {
     void *state = b->create();
@@ -403,7 +438,16 @@ int64_t headstart_take(const Batch *b, Coming *c, const uint8_t *bytes, int64_t 
         const Part *part = &c->parts[c->part];
         const Layer *layer = &b->layers[part->layer];
         int64_t gap = part->offset + c->filled - c->at, n = gap < nbytes ? gap : nbytes;
-        if (gap <= 0) {
+        if (gap <= 0 && c->filled % layer->piece_bytes == 0 && layer->piece_bytes <= nbytes) {
+            int64_t piece = part->start + c->filled / layer->piece_bytes;
+            n = layer->piece_bytes;
+            if (c->right[c->part] == piece - part->start)
+                c->right[c->part] += is_right(b, state, part->layer, piece, bytes);
+            for (int64_t row = 0; row < layer->rows; row++)
+                copy_past(layer->address + piece * layer->piece_stride + row * layer->row_stride, bytes + row * layer->row_bytes,
+                          layer->row_bytes);
+            c->filled += n;
+        } else if (gap <= 0) {
             int64_t piece = c->filled / layer->piece_bytes, within = c->filled % layer->piece_bytes;
             int64_t row = within / layer->row_bytes, column = within % layer->row_bytes;
             uint8_t *to = layer->address + (part->start + piece) * layer->piece_stride + row * layer->row_stride + column;
@@ -412,16 +456,17 @@ int64_t headstart_take(const Batch *b, Coming *c, const uint8_t *bytes, int64_t 
             c->filled += n;
             if (c->filled % layer->piece_bytes == 0 && c->right[c->part] == piece)
                 c->right[c->part] += is_right(b, state, part->layer, part->start + piece, 0);
-            if (c->filled == part->pieces * layer->piece_bytes) {
-                c->part++;
-                c->filled = 0;
-            }
+        }
+        if (gap <= 0 && c->filled == part->pieces * layer->piece_bytes) {
+            c->part++;
+            c->filled = 0;
         }
         c->at += n;
         bytes += n;
         nbytes -= n;
     }
     c->at += nbytes;
+    pass();
     b->release(state);
     return c->part;
 }

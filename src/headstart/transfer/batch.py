@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
 from threading import Condition
 from typing import cast
 
@@ -34,10 +33,11 @@ from headstart.transfer.buffers import Staging
 from headstart.transfer.io_pool import IOPool
 from headstart.transfer.load import KVView, Load
 from headstart.transfer.native import HeaderIs, Outcome
-from headstart.transfer.plan import Head, Prompt, Request
+from headstart.transfer.plan import Heads, Prompt, Request
 from headstart.transfer.tables import Plan, Table, alike, destination_of, expected, lay_out
 
-_SLICE_S = 0.02  # how long a worker stays away from its pool, which then sees that it lives, and may have more urgent jobs
+_SLICE_S = 0.02  # how long a worker stays away from its pool where jobs wait there, which may be more urgent
+_ALONE_S = 0.2  # where none waits: then the pool only sees that it lives
 _MAY_HAVE_ENDED = (Outcome.LAYER_ENDED, Outcome.HANDED_BACK, Outcome.HEAD_WRONG)
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 class Start:
     """The job that lays out a batch and starts its workers, or queues the heads where something does not suit."""
 
-    def __init__(self, load: Load, prompt: Prompt, into: KVView, pool: IOPool, heads: Sequence[Head]) -> None:
+    def __init__(self, load: Load, prompt: Prompt, into: KVView, pool: IOPool, heads: Heads) -> None:
         self.urgency = heads[0].urgency
         self._load = load
         self._prompt = prompt
@@ -68,13 +68,13 @@ class Start:
 
     def _batch(self) -> Batch | None:
         raw: RawExtents | None = None
-        tier = cast(RawTier, self._heads[0].span.tier)  # a pool is one tier's, and one lane's
+        tier = cast(RawTier, self._heads.spans[0].tier)  # a pool is one tier's, and one lane's
         try:
             reader = native.reader()
             destination = destination_of(self._into, self._load, range(1))
             if reader is None or destination is None:
                 return None
-            raw = tier.raw([head.span.extent for head in self._heads])
+            raw = tier.raw([span.extent for span in self._heads.spans])
             if raw is None:
                 return None
             return Batch(reader, self._load, self._prompt, self._into, self._pool, tier, self._heads, raw, *destination)
@@ -96,7 +96,7 @@ class Batch:
         into: KVView,
         pool: IOPool,
         tier: RawTier,
-        heads: Sequence[Head],
+        heads: Heads,
         raw: RawExtents,
         first_layer: Table,
         memory: list[object],
@@ -119,7 +119,7 @@ class Batch:
         self._error: BaseException | None = None
         self._waiting: deque[int] = deque()  # requests whose extent's header was not known when their turn came
         self._headers: list[ExtentHeader | None] = [None] * len(heads)
-        self._groups = alike(prompt.representation, raw, heads)
+        self._groups = alike(prompt.representation, raw, heads.spans)
         plans: dict[int, Plan] = {}
         self._left = np.zeros(count, np.int64)
         for group in self._groups:
@@ -164,6 +164,7 @@ class Batch:
             "limit": load.wanted_before,
             "cancelled": load.stopped,
             "closing": self._closing,
+            "waiting": pool.waiting,
         }
         self._batch = reader.batch()
         for name, array in self._tables.items():
@@ -216,7 +217,9 @@ class Batch:
         address = native.address_of(memory) if memory.nbytes else 0
         while True:
             first = self._take_ready() if self._waiting else -1
-            outcome, number = self._reader.work(self._batch, address, memory.nbytes, int(_SLICE_S * 1e9), first)
+            outcome, number = self._reader.work(
+                self._batch, address, memory.nbytes, int(_SLICE_S * 1e9), int(_ALONE_S * 1e9), first
+            )
             if outcome is Outcome.HEAD_READ:
                 self._head(number, memory, address)
             elif outcome is Outcome.HEAD_WRONG:
@@ -274,7 +277,8 @@ class Batch:
     def _hand_over_rest(self) -> None:
         for extent in np.flatnonzero(self._states != HeaderIs.PORTABLE).tolist():
             plan = self._plans[extent]
-            jobs = [self._heads[extent].job(self._header(extent), plan.layout, request) for request in plan.requests]
+            head, header = self._heads[extent], self._header(extent)
+            jobs = [head.job(header, plan.layout, request) for request in plan.requests]
             if self._no_rest is None:
                 self.pool.submit(jobs)
             else:
@@ -321,7 +325,7 @@ class Batch:
         found = self._headers[extent]
         if found is not None:
             return found
-        span, blocks, representation = self._heads[extent].span, int(self._raw.blocks[extent]), self._prompt.representation
+        span, blocks, representation = self._heads.spans[extent], int(self._raw.blocks[extent]), self._prompt.representation
         per_piece = representation.blocks_per_piece
         keys = [b""] * blocks
         keys[span.first * per_piece : (span.first + span.pieces) * per_piece] = self._prompt.keys[

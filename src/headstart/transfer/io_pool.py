@@ -16,6 +16,8 @@ from itertools import count
 from threading import Condition, Thread
 from typing import Protocol
 
+import numpy as np
+
 from headstart.errors import StoreError
 from headstart.metrics import Counters
 from headstart.transfer.buffers import Staging
@@ -49,6 +51,7 @@ class IOPool:
         self.threads = threads
         self.counters = Counters()
         self._condition = Condition()
+        self.waiting = np.zeros(1, np.int64)  # jobs that no thread has taken yet, for a job that can make room for them
         self._queue: list[tuple[tuple[int, ...], int, Job]] = []  # a heap; the number breaks ties in order of arrival
         self._arrivals = count()
         self._closed = False
@@ -66,6 +69,7 @@ class IOPool:
             if accepted:
                 for entry in entries:
                     heappush(self._queue, entry)
+                self.waiting[0] = len(self._queue)
                 self._condition.notify(len(entries))
                 with suppress(RuntimeError):
                     self._start(len(self._queue) - self._idle)
@@ -93,6 +97,7 @@ class IOPool:
             self._closed = True
             dropped = [job for _, _, job in self._queue]
             self._queue.clear()
+            self.waiting[0] = 1  # for good: what runs gives its thread back soon, and is abandoned
             self._condition.notify_all()
         self._abandon(dropped)
         deadline = time.monotonic() + timeout_s
@@ -121,6 +126,7 @@ class IOPool:
                 if self._closed:
                     return
                 job = heappop(self._queue)[2] if self._queue else None
+                self.waiting[0] = len(self._queue)
             if job is None:
                 staging.take(self._warm_bytes)
                 continue

@@ -49,7 +49,7 @@ class HeaderIs(IntEnum):
 _log = logging.getLogger(__name__)
 _HASH = ("XXH3_createState", "XXH3_freeState", "XXH3_128bits_reset", "XXH3_128bits_update", "XXH3_128bits_digest")
 _PREFIX_BYTES = 68
-_MEANING = 3  # raised together with the first number of `headstart_layout`
+_MEANING = 4  # raised together with the first number of `headstart_layout`
 _NEVER_NS = 2**63 - 1
 _NO_MEMORY = 7
 _NO_MEMORY_SAID = "the C reader has no memory for the state of a check"
@@ -63,7 +63,10 @@ class Batch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("request_count", "piece_count", "layer_count", "blocks_per_piece")),
         ("states", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("digest", "keys", "tokens", "checks")),
-        *((name, ctypes.c_void_p) for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("left", "pieces_ended", "bytes_read", "limit", "cancelled", "closing", "waiting")
+        ),
         ("until_ns", ctypes.c_int64),
         ("next", ctypes.c_int64),
         ("laid_out", ctypes.c_int64),
@@ -94,11 +97,16 @@ class Reader:
             until_ns=_NEVER_NS, **dict(zip(("create", "release", "reset", "update", "digest_of"), self.hashing, strict=True))
         )
 
-    def work(self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int, first: int) -> tuple[Outcome, int]:
+    def work(
+        self, batch: Batch, staging: int, staging_bytes: int, budget_ns: int, alone_ns: int, first: int
+    ) -> tuple[Outcome, int]:
         """Read requests of the batch in their order, `first` before them (-1: none), until one of the outcomes; return it, and
-        the number of the request that it is about. Holds no lock; several threads work on one batch."""
+        the number of the request that it is about. Time is up after `alone_ns`, or `budget_ns` where jobs wait for the thread.
+        Holds no lock; several threads work on one batch."""
         number = ctypes.c_int64(first)
-        outcome = self.library.headstart_work(ctypes.byref(batch), staging, staging_bytes, budget_ns, ctypes.byref(number))
+        outcome = self.library.headstart_work(
+            ctypes.byref(batch), staging, staging_bytes, budget_ns, alone_ns, ctypes.byref(number)
+        )
         if outcome == _NO_MEMORY:
             raise MemoryError(_NO_MEMORY_SAID)
         return Outcome(outcome), number.value
@@ -139,7 +147,7 @@ def reader() -> Reader | None:
         library = ctypes.CDLL(spec.origin)
         hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         address, number = ctypes.c_void_p, ctypes.c_int64
-        library.headstart_work.argtypes = [address, address, number, number, address]
+        library.headstart_work.argtypes = [address, address, number, number, number, address]
         library.headstart_go_on.argtypes = [address]
         library.headstart_take.argtypes = [address, address, address, number]
         library.headstart_take.restype = number

@@ -7,10 +7,10 @@ early ones, which the engine waits for, still come alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ class Prompt:
         return replace(self, keys=self.keys[start:end], tokens=self.tokens[start * BLOCK_TOKENS : end * BLOCK_TOKENS])
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Of what is loaded, `pieces` pieces from `start` on lie in `extent`, from its piece `first` on. Leased by the caller."""
 
     tier: Tier
@@ -78,6 +77,19 @@ class Head(Job, Protocol):
     def job(self, header: ExtentHeader, layout: ExtentLayout, request: Request) -> Job:
         """Return the job that reads a request through the tier."""
         ...
+
+
+class Heads(Protocol):
+    """The head jobs of spans that one pool reads, each made when it is asked for: with the C reader most never are."""
+
+    @property
+    def spans(self) -> Sequence[Span]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Head: ...
+
+    def __iter__(self) -> Iterator[Head]: ...
 
 
 def read_with_head(representation: Representation, *, first: int, wanted: int, most_bytes: int = REQUEST_BYTES) -> int:

@@ -19,7 +19,7 @@ from headstart.tier.base import RawExtents
 from headstart.transfer import native
 from headstart.transfer.buffers import flat
 from headstart.transfer.load import KVView, Load
-from headstart.transfer.plan import Head, Request, expected_layout, read_with_head, requests
+from headstart.transfer.plan import Request, Span, expected_layout, read_with_head, requests
 
 Table = npt.NDArray[np.void]
 
@@ -120,13 +120,13 @@ class Alike:
     starts: npt.NDArray[np.int64]
 
 
-def alike(representation: Representation, raw: RawExtents, heads: Sequence[Head]) -> list[Alike]:
+def alike(representation: Representation, raw: RawExtents, spans: Sequence[Span]) -> list[Alike]:
     """Return the extents of a batch, those together that are read in the same way."""
     groups: dict[tuple[int, int, int, int], list[int]] = {}
-    spans = [head.span for head in heads]
-    for number, (span, *shape) in enumerate(zip(spans, raw.blocks.tolist(), raw.header_bytes.tolist(), strict=True)):
-        groups.setdefault((*shape, span.first, span.pieces), []).append(number)
-    starts = np.array([span.start for span in spans], np.int64)
+    _, _, _, firsts, counts, begins = zip(*spans, strict=True)
+    for number, key in enumerate(zip(raw.blocks.tolist(), raw.header_bytes.tolist(), firsts, counts, strict=True)):
+        groups.setdefault(key, []).append(number)
+    starts = np.array(begins, np.int64)
     found = []
     for (blocks, header_bytes, first, wanted), members in groups.items():
         numbers = np.array(members, np.int64)

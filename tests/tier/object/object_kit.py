@@ -68,9 +68,9 @@ class FaultyBucket(Bucket):
         self._fail("read")
         return super().read(key, buffers, offset)
 
-    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
+    def stream(self, key: str, offset: int, nbytes: int, *, at_once: bool) -> Iterator[bytes | memoryview]:
         self._fail("read")
-        return super().stream(key, offset, nbytes)
+        return super().stream(key, offset, nbytes, at_once=at_once)
 
     def sizes(self, folder: str) -> Iterator[tuple[str, int]]:
         self._fail("list")

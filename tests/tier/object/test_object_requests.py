@@ -10,8 +10,10 @@ import pool_kit
 import pytest
 from object_kit import Machine
 
+from headstart.metrics import Counters
 from headstart.testing.fake_kv import TINY
 from headstart.tier.base import Terms
+from headstart.tier.object import Bucket
 
 Make = Callable[..., Machine]
 
@@ -92,3 +94,32 @@ def test_what_left_its_journal_is_known_from_one_listing(machine: Make) -> None:
     b.tier._store.forget_missing(b.tier._store.look_around())
     assert b.counter("segments_lost") == 40
     assert requests(b, "head") - before == 1  # whether the bucket is there
+
+
+def test_where_an_extent_begins_bytes_come_in_steps_and_behind_that_at_once(store: Any) -> None:
+    data = bytes(range(256)) * (6 << 12)
+    bucket = Bucket(store, where="bucket", counters=Counters())
+    bucket.put("one", [data])
+    for at_once in (False, True):
+        asked, *chunks = bucket.stream("one", 100, len(data) - 100, at_once=at_once)
+        assert asked == b""
+        assert b"".join(chunks) == data[100:]
+        assert not at_once or len(chunks) == 1
+
+
+def test_of_an_extent_only_the_beginning_is_taken_as_it_comes(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine()
+    one.save(1)
+    extent, whole = one.extent(1), pool_kit.image(1)
+    stream, seen = Bucket.stream, []
+
+    def watched(self: Bucket, key: str, offset: int, nbytes: int, *, at_once: bool) -> Any:
+        seen.append(at_once)
+        return stream(self, key, offset, nbytes, at_once=at_once)
+
+    monkeypatch.setattr(Bucket, "stream", watched)
+    assert one.tier.lease([extent]) == [True]
+    for offset in (0, 4096):
+        assert b"".join(one.tier.stream(extent, offset, whole.nbytes - offset)) == whole[offset:]
+    one.tier.release([extent])
+    assert seen == [False, True]

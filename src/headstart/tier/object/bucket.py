@@ -24,7 +24,7 @@ PART_BYTES = 8 << 20  # of an upload in parts; what is smaller goes in one reque
 _PARTS_AT_ONCE = 4
 _READS_AT_ONCE = 8
 _CHUNK_BYTES = 256 << 10  # of what comes, at least: each costs some 10 µs here
-_AT_ONCE_BYTES = 4 << 20  # up to here it is taken when all of it is there, as the library has it: a chunk is copied once more
+_AT_ONCE_BYTES = 4 << 20  # up to here it is taken when all of it is there, as the library has it
 _LIST_PAGE = 1000  # what services give at once, and so what a request for more is counted by
 _DELETE_PAGE = 1000
 _CONNECT_S = 3.0
@@ -125,17 +125,18 @@ class Bucket:
         scatter(data, buffers, key=key)
         return wanted
 
-    def stream(self, key: str, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
-        """Ask for a part of an object and yield its bytes as they come, those of a small part all at once; nothing is asked for
-        before the first of them, which is empty: the service has answered. Raises StoreError("short-read") where the object
-        ends before that."""
+    def stream(self, key: str, offset: int, nbytes: int, *, at_once: bool) -> Iterator[bytes | memoryview]:
+        """Ask for a part of an object and yield its bytes as they come, those of a small part, or with `at_once`, when all are
+        there: what comes in chunks the library clears memory for and copies once more, with the interpreter's lock. Nothing is
+        asked for before the first chunk, which is empty: the service has answered. Raises StoreError("short-read") where the
+        object ends before that."""
         self._count("get")
         got = 0
         try:
             asked = _library().get(self._objects, key, options={"range": (offset, offset + nbytes)})
             yield b""
-            small = nbytes <= _AT_ONCE_BYTES
-            for chunk in [memoryview(asked.bytes())] if small else asked.stream(min_chunk_size=_CHUNK_BYTES):
+            at_once |= nbytes <= _AT_ONCE_BYTES
+            for chunk in [memoryview(asked.bytes())] if at_once else asked.stream(min_chunk_size=_CHUNK_BYTES):
                 got += len(chunk)
                 yield chunk
         except Exception as error:  # noqa: BLE001 - whatever the library raises is named by `_failed`

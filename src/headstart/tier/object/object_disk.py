@@ -102,10 +102,10 @@ class ObjectDisk:
         """Open a segment that a journal says is there, and how long it is. Asks nobody."""
         return self._keep(_File(path, size=nbytes))
 
-    def stream_segment(self, handle: Handle, offset: int, nbytes: int) -> Iterator[bytes | memoryview]:
-        """Ask for a part of a segment and yield its bytes as they come. Raises OSError, StoreError("short-read")."""
+    def stream_segment(self, handle: Handle, offset: int, nbytes: int, *, at_once: bool) -> Iterator[bytes | memoryview]:
+        """Ask for a part of a segment and yield its bytes as `Bucket.stream` does. Raises OSError, StoreError("short-read")."""
         begun, first_s = time.monotonic(), None
-        for chunk in self.bucket.stream(self._key(self._file(handle).path), offset, nbytes):
+        for chunk in self.bucket.stream(self._key(self._file(handle).path), offset, nbytes, at_once=at_once):
             first_s = time.monotonic() - begun if first_s is None else first_s
             yield chunk
         self.fetching.note(nbytes, first_s=first_s or 0.0, seconds=time.monotonic() - begun)
