@@ -75,13 +75,13 @@ class MemoryPlan:
 def open_engine(file: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> LlamaEngine:
     """See `headstart.engine.llama.open_engine`."""
     library = Library(Path(config.engine.libllama).expanduser() if config.engine.libllama else None)
+    gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
+    free = free_bytes()
+    _require_room(file, free, gpu=gpu)  # before it is read for the first time
     digest = None
     if config.cache.enabled:
         on_progress("reading the weights' identity", None)
         digest = _digest(parts_of(file), config.models_directory.expanduser() / "digests.json")
-    gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
-    free = free_bytes()
-    _require_room(file, free, gpu=gpu)
     on_progress("loading the weights", 0.0)
     weights = Weights(
         library,
