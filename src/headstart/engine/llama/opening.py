@@ -266,11 +266,13 @@ def _digest(parts: Sequence[Path], digests: Path) -> bytes:
 
 
 def _require_room(file: Path, free: int, *, gpu: bool) -> None:
-    """Raise ModelError for a file that is larger than what is free: it would be read from disk again for each token."""
-    try:
-        nbytes = sum(part.stat().st_size for part in parts_of(file))
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}", path=file, errno=error.errno) from error
+    """Raise ModelError for a file that is not there or is larger than what is free: it would be read from disk again for each token."""
+    nbytes = 0
+    for part in parts_of(file):
+        try:
+            nbytes += part.stat().st_size
+        except OSError as error:
+            raise ModelError(f"{part} cannot be read: {error.strerror}", path=part, errno=error.errno) from error
     if nbytes > free and not gpu:
         raise ModelError(
             f"{file} is {nbytes / _MIB:,.0f} MiB and {free / _MIB:,.0f} MiB of memory are free; take a smaller one",
