@@ -266,7 +266,7 @@ def _digest(parts: Sequence[Path], digests: Path) -> bytes:
 
 
 def _require_room(file: Path, free: int, *, gpu: bool) -> None:
-    """Raise ModelError for a file that is not there or is larger than what is free: it would be read from disk again for each token."""
+    """Raise ModelError for a file that is not there, or larger than what is free: that would be read again for each token."""
     nbytes = 0
     for part in parts_of(file):
         try:
