@@ -21,6 +21,7 @@ from headstart.cache.history import SaveHistory
 from headstart.engine.base import Sampling
 from headstart.engine.exactness import same_tokens
 from headstart.engine.llama import opening, reading
+from headstart.engine.llama.binding import Library
 from headstart.engine.llama.context import Context, WrongState
 from headstart.engine.llama.engine import LlamaEngine
 from headstart.engine.llama.sampler import Sampler
@@ -94,7 +95,9 @@ def test_a_recurrent_model_goes_on_from_saved_points(
             saved(engine)
 
 
-def test_other_kv_types_and_other_weights_find_nothing(gguf: Made, tmp_path: Path) -> None:
+def test_other_kv_types_weights_builds_and_kernels_find_nothing(
+    gguf: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = prompt_of(300)
     with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
         ask(engine, prompt).result()
@@ -103,6 +106,16 @@ def test_other_kv_types_and_other_weights_find_nothing(gguf: Made, tmp_path: Pat
         assert receipt_of(ask(engine, prompt)).cached_tokens == 0
     with opened(gguf("lfm2"), tmp_path) as engine:
         assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(Library, "build", property(lambda self: "another build, or another processor"))
+        with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+            assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(opening, "_FUSED", False)
+        with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+            assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+        assert receipt_of(ask(engine, prompt)).cached_tokens == 256
 
 
 def test_many_at_once_get_the_tokens_that_each_gets_alone(engine: LlamaEngine) -> None:
