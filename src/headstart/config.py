@@ -490,7 +490,7 @@ def parse_adapters(text: str) -> dict[str, Path]:
 class ModelPlaces:
     """Where other programs keep the models that they have downloaded."""
 
-    ollama: Path
+    ollama: tuple[Path, ...]
     lm_studio: tuple[Path, ...]
     hugging_face: Path
 
@@ -498,9 +498,10 @@ class ModelPlaces:
 def model_places() -> ModelPlaces:
     """Return those places, as these programs' own variables say."""
     home = Path("~").expanduser()
+    ollama = os.environ.get("OLLAMA_MODELS")
     hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or home / '.cache/huggingface'}/hub"
     return ModelPlaces(
-        ollama=Path(os.environ.get("OLLAMA_MODELS") or home / ".ollama/models"),
+        ollama=(Path(ollama),) if ollama else (home / ".ollama/models", _OLLAMA_SERVICE),
         lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
         hugging_face=Path(hub).expanduser(),
     )
@@ -581,6 +582,7 @@ _UNITS = {"": 1, "b": 1} | {
 _DURATIONS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 ANY_DISK_BYTES = 1 << 50  # to see whether a share of a disk is anything at all
 _LAST_PORT = 65_535
+_OLLAMA_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of the account that its installer makes on Linux
 _BUCKETS = {"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file"}
 _MAX_DURATION_MS = 1000 * 366 * 86_400_000
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from headstart import config
 from headstart.cli import cli
 from headstart.config import model_places
 from headstart.engine.local_models import local_models
@@ -23,6 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("OLLAMA_MODELS", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(config, "_OLLAMA_SERVICE", tmp_path / "service")
     ollama = tmp_path / ".ollama/models"
     for name, digest in (
         ("library/llama3.2/3b", "sha256:aa"),
@@ -81,6 +83,13 @@ def test_each_is_found_by_that_name(home: Path) -> None:
         path("org/repo/lost-00001-of-00002.gguf")
     with pytest.raises(ModelError, match="unknown model 'gone:1b'"):
         path("gone:1b")
+
+
+def test_what_ollamas_service_has_downloaded_is_found_too(home: Path) -> None:
+    (home / ".ollama").rename(home / "elsewhere")
+    (home / "elsewhere/models").rename(home / "service")
+    found = {model.name: model.path for model in local_models(model_places()) if model.source == "ollama"}
+    assert found == {"llama3.2:3b": home / "service/blobs/sha256-aa", "me/own:latest": home / "service/blobs/sha256-bb"}
 
 
 def test_the_programs_own_variables_are_followed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

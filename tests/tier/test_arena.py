@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +44,42 @@ def test_touching_changes_no_content_and_tells_when_all_is_touched() -> None:
         assert rest is not None
         assert not np.frombuffer(rest.view, np.uint8).any()
     assert not arena.touch(HUGE_PAGE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what is backed")
+def test_what_is_handed_out_next_is_touched_ahead_and_no_more() -> None:
+    with Arena(16 * HUGE_PAGE) as arena:
+        region = arena.allocate(HUGE_PAGE)
+        assert region is not None
+        begin = address(region.view)
+        assert arena.touch_ahead(4 * HUGE_PAGE, at_once=3 * HUGE_PAGE)
+        assert backed(begin) == 3 * HUGE_PAGE
+        assert not arena.touch_ahead(4 * HUGE_PAGE, at_once=3 * HUGE_PAGE)
+        assert backed(begin) == 5 * HUGE_PAGE
+        region.release()
+        again = arena.allocate(HUGE_PAGE)
+        assert not arena.touch_ahead(4 * HUGE_PAGE, at_once=3 * HUGE_PAGE)
+        assert backed(begin) == 5 * HUGE_PAGE, "what was touched once stays so"
+        rest = arena.allocate(14 * HUGE_PAGE)
+        assert rest is not None
+        while arena.touch_ahead(4 * HUGE_PAGE, at_once=3 * HUGE_PAGE):
+            pass
+        assert backed(begin) == 16 * HUGE_PAGE
+    assert again is not None
+    assert not arena.touch_ahead(4 * HUGE_PAGE, at_once=3 * HUGE_PAGE)
+
+
+def backed(at: int) -> int:
+    """Return how many bytes of the mapping there are in memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in lines:
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if found is not None:
+            inside = int(found[1], 16) <= at < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("it is not mapped")
 
 
 def test_full_now_is_none_and_never_is_an_error() -> None:

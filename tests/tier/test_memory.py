@@ -8,6 +8,8 @@ import pytest
 
 from headstart.testing.fake_kv import STATE_BYTES, STATEFUL, TINY
 from headstart.testing.tier_contract import TierContract, located, prompt, put, read
+from headstart.tier import memory
+from headstart.tier.arena import Arena
 from headstart.tier.base import ReadRange, Tier
 from headstart.tier.memory import MemoryTier
 
@@ -20,6 +22,30 @@ class TestMemoryTier(TierContract):
 
 def test_bytes_from_memory_are_trusted() -> None:
     assert MemoryTier(1 << 20).trusted
+
+
+def test_memory_for_the_next_saves_is_made_ready_step_by_step_while_nothing_else_is_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    touched: list[int] = []
+    touch = Arena.touch
+
+    def noted(self: Arena, nbytes: int) -> bool:
+        touched.append(nbytes)
+        return touch(self, nbytes)
+
+    monkeypatch.setattr(Arena, "touch", noted)
+    monkeypatch.setattr(memory, "_AHEAD_BYTES", 12 << 20)
+    tier = MemoryTier(64 << 20)
+    assert tier.tend()
+    assert not tier.tend()
+    assert not tier.tend()
+    assert touched == [8 << 20, 4 << 20]
+    put(tier, prompt(4))
+    tier.tend()
+    assert sum(touched) == (12 << 20) + tier.statistics().allocated_bytes
+    tier.close()
+    assert not tier.tend()
 
 
 def test_an_extent_under_a_lease_stays_readable_after_close() -> None:

@@ -48,7 +48,8 @@ def parts_of(path: Path) -> list[Path]:
 def local_models(places: ModelPlaces) -> list[LocalModel]:
     """Return what is there, by name. What cannot be read is left out."""
     found: dict[str, LocalModel] = {}
-    for model in [*_ollama(places.ollama), *_lm_studio(places.lm_studio), *_hugging_face(places.hugging_face)]:
+    ollama = (model for folder in places.ollama for model in _ollama(folder))
+    for model in [*ollama, *_lm_studio(places.lm_studio), *_hugging_face(places.hugging_face)]:
         found.setdefault(model.name, model)
     return sorted(found.values(), key=lambda model: model.name)
 

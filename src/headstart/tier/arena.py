@@ -53,6 +53,7 @@ class Arena:
         start = -_address(memoryview(self._mapping)) % HUGE_PAGE
         self._memory: memoryview | None = memoryview(self._mapping)[start : start + self.capacity_bytes]
         self._touched_bytes = 0
+        self._reached_bytes = 0  # what was ever handed out ends here
 
     def allocate(self, nbytes: int) -> Region | None:
         """Return a region of `nbytes` with one reference, or None when no free run is long enough now."""
@@ -72,6 +73,7 @@ class Arena:
                 self._offsets[index] += size
                 self._sizes[index] -= size
             self._used_bytes += size
+            self._reached_bytes = max(self._reached_bytes, offset + size)
             return Region(self, offset, size, self._memory[offset : offset + nbytes])
 
     def touch(self, nbytes: int) -> bool:
@@ -92,6 +94,16 @@ class Arena:
             if _madvise(ctypes.c_void_p(address + start), size, _MADV_POPULATE_WRITE) != 0:  # an older kernel, no memory left
                 return False
         return last < self.capacity_bytes
+
+    def touch_ahead(self, nbytes: int, *, at_once: int) -> bool:
+        """Touch at most `at_once` bytes, of the `nbytes` behind all that was ever handed out; return whether some of these are
+        left."""
+        with self._lock:
+            end = min(self._reached_bytes + nbytes, self.capacity_bytes)
+            missing = end - self._touched_bytes
+        if missing <= 0:
+            return False
+        return self.touch(min(missing, at_once)) and missing > at_once
 
     @property
     def used_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headstart.engine.llama import open_engine, opening
 from headstart.engine.llama.engine import LlamaEngine
 
 Made = Callable[[Kind], Path]
+_LONG_S = 3600.0  # a long prompt on one core of a machine that has other things to do
 WORDS = 250  # of a tiny model's vocabulary, so that prompts hold no special token
 
 
@@ -67,38 +69,48 @@ class Telling(Answer):
         super().__call__(event)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An answer of another process."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
+
+
 def tell(engine: LlamaEngine, prompt: Sequence[int], max_tokens: int = 4, **more: Any) -> Telling:
     """Ask, alone: once nothing is held any more, and until the answer is there."""
     eventually(lambda: engine.load().kv_used_bytes == 0)
     answer = Telling()
     engine.submit(GenerationRequest("told", tuple(prompt), max_tokens, logprobs=20, **more), answer)
-    assert answer._ended.wait(1500), "the request did not end"
+    assert answer._ended.wait(_LONG_S), "the request did not end"
     receipt_of(answer)
     return answer
 
 
-def saved_by_one_that_is_killed(file: Path, directory: Path, prompts: Sequence[Sequence[int]], **engine: Any) -> None:
-    """Have another process compute and save `prompts`, one after the other, and end by SIGKILL."""
+def told_by_one_that_is_killed(file: Path, directory: Path, prompts: Sequence[Sequence[int]], **engine: Any) -> list[Told]:
+    """Have another process compute `prompts`, one after the other and none from what is stored, save the first, and end by
+    SIGKILL; return the answers."""
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    child = spawning.Process(target=_save, args=(theirs, file, directory, prompts, engine))
+    child = spawning.Process(target=_tell_and_wait, args=(theirs, file, directory, prompts, engine))
     child.start()
+    theirs.close()  # so that the end of a child that fails is seen
     try:
-        assert ours.poll(1800), "nothing was saved"
-        assert ours.recv() == "saved"
+        assert ours.poll(_LONG_S * len(prompts)), "nothing was told"
+        told: list[Told] = ours.recv()
+        return told
     finally:
         child.kill()
         child.join()
         ours.close()
-        theirs.close()
 
 
-def _save(done: Connection, file: Path, directory: Path, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> None:
+def _tell_and_wait(
+    done: Connection, file: Path, directory: Path, prompts: Sequence[Sequence[int]], settings: dict[str, Any]
+) -> None:
     engine = opened(file, directory, **settings)
-    for prompt in prompts:
-        answer = Answer()
-        engine.submit(GenerationRequest("saved", tuple(prompt), 1), answer)
-        assert answer._ended.wait(1500)
-        saved(engine)
-    done.send("saved")
+    answers = [tell(engine, prompt, use_cache=not number) for number, prompt in enumerate(prompts)]
+    assert not any(receipt_of(answer).cached_tokens for answer in answers)
+    saved(engine)
+    done.send([Told(answer.tokens, answer.logprobs) for answer in answers])
     done.recv()  # never: it is killed

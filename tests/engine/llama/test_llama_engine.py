@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,19 @@ from llama_kit import WORDS, Made, opened, receipt_of, saved
 
 from asking import Answer, ask, eventually, some_tokens
 from gguf_fixtures import Kind
+from headstart.cache import saver
+from headstart.cache.history import SaveHistory
 from headstart.engine.base import Sampling
 from headstart.engine.exactness import same_tokens
 from headstart.engine.llama import opening, reading
+from headstart.engine.llama.binding import Library
 from headstart.engine.llama.context import Context, WrongState
 from headstart.engine.llama.engine import LlamaEngine
 from headstart.engine.llama.sampler import Sampler
 from headstart.errors import ContextLengthExceeded, RequestError
+from headstart.policy import admission
+from headstart.tier import memory
+from headstart.tier.disk import joining
 
 
 @pytest.fixture
@@ -88,7 +95,9 @@ def test_a_recurrent_model_goes_on_from_saved_points(
             saved(engine)
 
 
-def test_other_kv_types_and_other_weights_find_nothing(gguf: Made, tmp_path: Path) -> None:
+def test_other_kv_types_weights_builds_and_kernels_find_nothing(
+    gguf: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = prompt_of(300)
     with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
         ask(engine, prompt).result()
@@ -97,6 +106,16 @@ def test_other_kv_types_and_other_weights_find_nothing(gguf: Made, tmp_path: Pat
         assert receipt_of(ask(engine, prompt)).cached_tokens == 0
     with opened(gguf("lfm2"), tmp_path) as engine:
         assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(Library, "build", property(lambda self: "another build, or another processor"))
+        with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+            assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(opening, "_FUSED", False)
+        with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+            assert receipt_of(ask(engine, prompt)).cached_tokens == 0
+    with opened(gguf("llama"), tmp_path, kv_type="f16") as engine:
+        assert receipt_of(ask(engine, prompt)).cached_tokens == 256
 
 
 def test_many_at_once_get_the_tokens_that_each_gets_alone(engine: LlamaEngine) -> None:
@@ -302,7 +321,13 @@ def test_8_sessions_that_abort_at_random_all_end_and_none_is_wrong(exact: None, 
 
 
 @pytest.mark.soak
-def test_ten_minutes_of_8_sessions_leave_memory_flat(exact: None, gguf: Made, tmp_path: Path) -> None:
+def test_ten_minutes_of_8_sessions_leave_memory_flat(
+    exact: None, gguf: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is remembered of the latest saves and extents is bounded, by more of them than ten minutes have.
+    monkeypatch.setattr(saver, "SaveHistory", partial(SaveHistory, most_saves=64))
+    for module, bound in ((memory, "_REMOVALS_KEPT"), (joining, "_TRACKED"), (admission, "_REMEMBERED")):
+        monkeypatch.setattr(module, bound, 64)
     resident = sessions(gguf("llama"), tmp_path, seconds=600.0, seed=2)
     quarter = len(resident) // 4
     warm, end = (statistics.median(resident[at : at + quarter]) / 2**20 for at in (quarter, 3 * quarter))
@@ -312,14 +337,17 @@ def test_ten_minutes_of_8_sessions_leave_memory_flat(exact: None, gguf: Made, tm
 
 def sessions(file: Path, directory: Path, *, seed: int, turns: int = 1 << 30, seconds: float = 1e9) -> list[int]:
     """Eight conversations that grow, some turns of which are given up; every request ends and no answer is wrong. Return the
-    bytes that this process held in memory after each turn."""
+    bytes that this process held in memory after each turn, once its tiers had been full; `seconds` count from then."""
     draw, resident = random.Random(seed), []
-    until = time.monotonic() + seconds
-    cache = {"capacity": "64MiB", "memory": "16MiB"}
+    until = None
+    cache = {"capacity": "16MiB", "memory": "4MiB"}
     with opened(file, directory, kv_memory="2MiB", context=1024, max_running=8, kv_type="f32", cache=cache) as engine:
+        assert engine.cache is not None
         texts = [prompt_of(draw.randrange(50, 200), seed=number) for number in range(8)]
         for turn in range(turns):
-            if time.monotonic() > until:
+            if until is None and full(engine):
+                until = time.monotonic() + seconds
+            if until is not None and time.monotonic() > until:
                 break
             asked = {}
             for number, text in enumerate(texts):
@@ -340,8 +368,15 @@ def sessions(file: Path, directory: Path, *, seed: int, turns: int = 1 << 30, se
                 assert same(engine, texts[checked], cold, asked[checked])
             for number in set(asked) - given_up:
                 texts[number] += asked[number].tokens
-            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            if until is not None:
+                resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
         eventually(lambda: engine.load().kv_used_bytes == 0)
-        assert engine.cache is not None
         assert engine.cache.check() == []
     return resident
+
+
+def full(engine: LlamaEngine) -> bool:
+    """Whether every tier has had to give something up."""
+    assert engine.cache is not None
+    counted = [tier.counters for tier in engine.cache.statistics().tiers]
+    return all(any(name.startswith("evicted_") and count for name, count in one.items()) for one in counted)

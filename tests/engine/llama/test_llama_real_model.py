@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_kit import opened, receipt_of, saved, saved_by_one_that_is_killed, tell
+from llama_kit import opened, receipt_of, saved, tell, told_by_one_that_is_killed
 
 from asking import some_tokens
 from headstart.engine.exactness import same_tokens
@@ -45,21 +45,22 @@ def test_a_hit_that_is_not_whole_blocks_is_near_to_what_computing_gives(kv_type:
 @pytest.mark.soak
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_a_long_hit_after_sigkill_is_what_computing_gives_to_the_bit(kv_type: str, file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, kv_type=kv_type, tokens=7616, context=8192, edges=(64, 128, 4096, 7488), ragged=False)
+    check(file, tmp_path, kv_type=kv_type, tokens=7552, context=8192, edges=(64, 128, 4096, 7488), ragged=False)
 
 
 def check(file: Path, directory: Path, *, kv_type: str, tokens: int, context: int, edges: Sequence[int], ragged: bool) -> None:
-    """`ragged`: with a prompt that is not whole blocks as well, which is only as near as roundings are."""
+    """What a process computed cold, and saved, before it was killed, and what another finds: at each edge. `ragged`: with a
+    prompt that is not whole blocks as well, which is only as near as roundings are."""
     settings = {"kv_type": kv_type, "context": context, "kv_memory": f"{context * 30_000}", "max_running": 1}
     prompt = some_tokens(tokens, 1, WORDS)
+    parted = {edge: [*prompt[:edge], *some_tokens(64, edge, WORDS)] for edge in edges}
     cache = {"memory": "0", "capacity": "1GiB"}
-    saved_by_one_that_is_killed(file, directory, [prompt], cache=cache, **settings)
+    asked = [prompt] if ragged else []
+    asked += [parted[edge] for edge in reversed(edges)]  # what the first one saves holds all other beginnings
+    colds = told_by_one_that_is_killed(file, directory, asked, cache=cache, **settings)
     with opened(file, directory, cache=cache, **settings) as engine:
-        for edge in edges:
-            parted = [*prompt[:edge], *some_tokens(64, edge, WORDS)]
-            cold = tell(engine, parted, use_cache=False)
-            hit = tell(engine, parted)
-            assert receipt_of(cold).cached_tokens == 0
+        for edge, cold in zip(edges, reversed(colds), strict=False):
+            hit = tell(engine, parted[edge])
             assert receipt_of(hit).cached_disk_tokens == edge
             assert hit.tokens == cold.tokens
             assert hit.logprobs == cold.logprobs

@@ -103,7 +103,7 @@ class Context:
         self._counts[:] = 1
         # seq_id is an array of pointers to one number each: the numbers, so that they can be set at once where they lie.
         self._sequences = [self._batch.seq_id[i] for i in range(batch)]
-        self._empty_state = self._state(SCRATCH, PARTIAL_ONLY)[_HEADER_BYTES:] if self.recurrent else bytearray()
+        self._empty_state = self._state(SCRATCH, PARTIAL_ONLY)[_HEADER_BYTES:] if self.recurrent else memoryview(b"")
 
     def close(self) -> None:
         pointer, self.pointer = self.pointer, None
@@ -163,13 +163,13 @@ class Context:
         """Return how many tokens a sequence holds."""
         return int(self._lib.memory_seq_pos_max(self._memory, sequence)) + 1
 
-    def copy_out(self, sequence: int, first: int, end: int) -> bytearray:
+    def copy_out(self, sequence: int, first: int, end: int) -> memoryview:
         """Return positions first … end-1 of a sequence as bytes."""
         self._lib.memory_seq_cp(self._memory, sequence, SCRATCH, first, end)
         try:
             data = self._state(SCRATCH, 0)
             if self.recurrent:
-                del data[len(data) - (len(self._state(SCRATCH, PARTIAL_ONLY)) - _HEADER_BYTES) :]
+                return data[: len(data) - (len(self._state(SCRATCH, PARTIAL_ONLY)) - _HEADER_BYTES)]
             return data
         finally:
             self.remove(SCRATCH)
@@ -189,7 +189,7 @@ class Context:
         finally:
             self.remove(SCRATCH)
 
-    def state_out(self, sequence: int) -> bytearray:
+    def state_out(self, sequence: int) -> memoryview:
         """Return the state of the recurrent layers behind all tokens of a sequence."""
         return self._state(sequence, PARTIAL_ONLY)
 
@@ -199,20 +199,16 @@ class Context:
         if self.end_of(sequence) != tokens:
             raise WrongState(f"a state that should stand behind {tokens} tokens stands behind {self.end_of(sequence)}")
 
-    def _state(self, sequence: int, flags: int) -> bytearray:
+    def _state(self, sequence: int, flags: int) -> memoryview:
         size = self._lib.state_seq_get_size_ext(self.pointer, sequence, flags)
-        data = bytearray(size)
-        written = self._lib.state_seq_get_data_ext(self.pointer, _address(data), size, sequence, flags)
+        data = np.empty(size, np.uint8)  # a bytearray would be filled with zeros first
+        written = self._lib.state_seq_get_data_ext(self.pointer, data.ctypes.data, size, sequence, flags)
         if written != size:
             raise WrongState(f"libllama gave {written} bytes of a state of {size}: {self._lib.errors()}")
-        return data
+        return data.data
 
     def _set(self, sequence: int, data: memoryview, flags: int) -> None:
         held = np.frombuffer(data, np.uint8)  # keeps the memory and gives its address, writable or not
         read = self._lib.state_seq_set_data_ext(self.pointer, held.ctypes.data, held.nbytes, sequence, flags)
         if read != held.nbytes:
             raise WrongState(f"libllama took {read} of {held.nbytes} bytes: {self._lib.errors()}")
-
-
-def _address(data: bytearray) -> c.Array[c.c_char]:
-    return (c.c_char * len(data)).from_buffer(data)

@@ -30,7 +30,7 @@ class Copies:
         self._piece_bytes = piece_bytes
         self._wake = wake
         self._lock = Lock()
-        self._asked: deque[tuple[SequenceKV, range, Future[list[bytearray]]]] = deque()
+        self._asked: deque[tuple[SequenceKV, range, Future[list[memoryview]]]] = deque()
         self._closed = False
 
     def copy_out(self, kv: SequenceKV, first: int, pieces: int) -> list[memoryview]:
@@ -38,13 +38,13 @@ class Copies:
         found: list[memoryview] = []
         step = max(1, _AT_ONCE_BYTES // self._piece_bytes)
         for at in range(first, first + pieces, step):
-            future: Future[list[bytearray]] = Future()
+            future: Future[list[memoryview]] = Future()
             with self._lock:
                 if self._closed:
                     raise HeadstartError("the engine has closed; what was not saved is lost")
                 self._asked.append((kv, range(at, min(at + step, first + pieces)), future))
             self._wake()
-            found += map(memoryview, future.result(_PATIENCE_S))
+            found += future.result(_PATIENCE_S)
         return found
 
     def serve(self, *, budget_s: float) -> bool:
@@ -72,7 +72,7 @@ class Copies:
         for _, _, future in asked:
             future.set_exception(HeadstartError("the engine has closed; what was not saved is lost"))
 
-    def _copy(self, kv: SequenceKV, piece: int) -> bytearray:
+    def _copy(self, kv: SequenceKV, piece: int) -> memoryview:
         data = self._context.copy_out(kv.number, piece * BLOCK_TOKENS, (piece + 1) * BLOCK_TOKENS)
         if len(data) != self._piece_bytes:
             raise HeadstartError(f"a piece has {len(data)} bytes where all have {self._piece_bytes}")

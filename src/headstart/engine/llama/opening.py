@@ -75,13 +75,13 @@ class MemoryPlan:
 def open_engine(file: Path, config: Config, *, on_progress: Callable[[str, float | None], None]) -> LlamaEngine:
     """See `headstart.engine.llama.open_engine`."""
     library = Library(Path(config.engine.libllama).expanduser() if config.engine.libllama else None)
+    gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
+    free = free_bytes()
+    _require_room(file, free, gpu=gpu)  # before it is read for the first time
     digest = None
     if config.cache.enabled:
         on_progress("reading the weights' identity", None)
         digest = _digest(parts_of(file), config.models_directory.expanduser() / "digests.json")
-    gpu = bool(library.supports_gpu_offload()) and config.engine.device != "cpu"
-    free = free_bytes()
-    _require_room(file, free, gpu=gpu)
     on_progress("loading the weights", 0.0)
     weights = Weights(
         library,
@@ -266,11 +266,13 @@ def _digest(parts: Sequence[Path], digests: Path) -> bytes:
 
 
 def _require_room(file: Path, free: int, *, gpu: bool) -> None:
-    """Raise ModelError for a file that is larger than what is free: it would be read from disk again for each token."""
-    try:
-        nbytes = sum(part.stat().st_size for part in parts_of(file))
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}", path=file, errno=error.errno) from error
+    """Raise ModelError for a file that is not there, or larger than what is free: that would be read again for each token."""
+    nbytes = 0
+    for part in parts_of(file):
+        try:
+            nbytes += part.stat().st_size
+        except OSError as error:
+            raise ModelError(f"{part} cannot be read: {error.strerror}", path=part, errno=error.errno) from error
     if nbytes > free and not gpu:
         raise ModelError(
             f"{file} is {nbytes / _MIB:,.0f} MiB and {free / _MIB:,.0f} MiB of memory are free; take a smaller one",

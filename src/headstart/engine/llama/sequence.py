@@ -33,8 +33,8 @@ class LlamaSequence(serving.Sequence):
 class CopiedState:
     """A copy of a request's recurrent state."""
 
-    def __init__(self, data: bytearray) -> None:
-        self.data = memoryview(data)
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
 
     def release(self) -> None:
         """It goes with its last reader."""
