@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def niceness_of_saves() -> Iterator[int]:
-    """How far saving yields to computing, but not in these tests: whoever waits for a save would wait for other processes' tests."""
+    """How far saving yields to computing, but not here: whoever waits for a save would wait for other processes' tests."""
     shipped, saver._NICENESS = saver._NICENESS, 0
     yield shipped
     saver._NICENESS = shipped

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -133,12 +131,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stock(folder: Path, implementation: str = "eager") -> Any:
-    """A model that nobody has used: some remember how long a prompt was."""
-    return deepcopy(_stock(folder, implementation))
-
-
-@lru_cache(maxsize=1)
-def _stock(folder: Path, implementation: str) -> Any:
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
