@@ -28,7 +28,7 @@ demo-cluster: $(VENV)/.installed  ## two servers, one pool on a real MooseFS: wh
 	@$(BIN)/python tests/cluster/demo.py $(DEMO)
 
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (4 GB to fetch, about a quarter of an hour)
 	@sh tests/vllm/run.sh $(BIN) $(TESTS)
