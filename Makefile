@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 # Which engine the demo runs on: torch, or llama (make demo ENGINE=llama): GGUF, a small install, nothing converted
 ENGINE ?= torch
 export OMP_WAIT_POLICY = PASSIVE
+# Whatever the shell says, what is compiled is kept: else each process that the tests start compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-cluster test test-vllm test-cluster check bench soak trials clean install
 
@@ -26,14 +28,14 @@ demo-cluster: $(VENV)/.installed  ## two servers, one pool on a real MooseFS: wh
 	@$(BIN)/python tests/cluster/demo.py $(DEMO)
 
 test: $(VENV)/.installed  ## all tests that take under ten minutes together
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-vllm: $(VENV)/.installed  ## the connector under the real vLLM (4 GB to fetch, about a quarter of an hour)
 	@sh tests/vllm/run.sh $(BIN) $(TESTS)
 
 test-cluster: $(VENV)/.installed  ## the pool on a real MooseFS, the object tier on a real S3 server, workers on Ray, KV over NIXL: installed and started (root, some minutes)
 	$(BIN)/pip install -q 'ray>=2.40' 'nixl-cu12>=1.5'
-	$(BIN)/python -m pytest -q -m cluster tests/cluster $(TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m cluster tests/cluster $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

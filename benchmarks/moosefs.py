@@ -169,9 +169,10 @@ def _require(say: Callable[[str], None]) -> None:
     if not all(map(shutil.which, (*PROGRAMS, "ip"))):
         say(f"installing {', '.join(PACKAGES)}")
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        waiting = ["-o", "DPkg::Lock::Timeout=200"]  # for somebody else who installs something
         for command in (
             ["apt-get", "update", "-qq"],
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES, "iproute2"],
+            ["apt-get", "install", "-y", "-qq", *waiting, "--no-install-recommends", *PACKAGES, "iproute2"],
         ):
             try:
                 subprocess.run(command, env=environment, capture_output=True, timeout=300)

@@ -68,7 +68,8 @@ def test_two_threads_that_save_one_prompt_store_it_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own elsewhere")
-def test_saving_leaves_the_cores_to_who_computes() -> None:
+def test_saving_leaves_the_cores_to_who_computes(monkeypatch: pytest.MonkeyPatch, niceness_of_saves: int) -> None:
+    monkeypatch.setattr(saver_module, "_NICENESS", niceness_of_saves)
     found = []
 
     class AskingKV(WatchedKV):

