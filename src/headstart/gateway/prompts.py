@@ -24,11 +24,11 @@ import numpy as np
 
 from headstart.api.ask import Ask
 from headstart.api.shared import SharedPrefixes
-from headstart.block.keys import BlockKey, chain, chain_keys
+from headstart.block.keys import chain, cut, packed_keys
 from headstart.errors import RequestError, StoreError
 from headstart.gateway.connections import Connections
 from headstart.gateway.worker import Worker
-from headstart.policy.routing.holders import Keys, keys_of
+from headstart.policy.routing.holders import Keys, keys_of, packed_keys_of
 from headstart.render import Renderer
 from headstart.render.canonical import RULES, canonical
 from headstart.tier.base import Tier
@@ -136,14 +136,15 @@ class Prompts:
     ) -> Known:
         self._shared.look()
         try:
-            keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
+            packed = packed_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
         except ValueError:  # ids that are none, which the worker says
             return Known(len(ids), _NO_KEYS, by=by)
-        return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by, made_s)
+        return Known(len(ids), packed_keys_of(packed), self._in_pool(packed, representation), by, made_s)
 
-    def _in_pool(self, keys: Sequence[BlockKey], representation: bytes | None) -> int | None:
-        if self._pool is None or representation is None or not keys:
+    def _in_pool(self, packed: bytes, representation: bytes | None) -> int | None:
+        if self._pool is None or representation is None or not packed:
             return None
+        keys = cut(packed)
         try:
             there = self._pool.locate(representation, keys).extents >= 0
         except (StoreError, OSError) as error:
