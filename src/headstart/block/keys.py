@@ -90,7 +90,7 @@ def packed_keys(
     contents: Sequence[Content] = (),
 ) -> bytes:
     """Return what `chain_keys` does, one key behind the other: of a long prompt in a fraction of the time."""
-    data = token_bytes(tokens)
+    data = _seen(tokens) if isinstance(tokens, array) and tokens.typecode == "I" else token_bytes(tokens)
     if len(root) != KEY_BYTES:
         raise ValueError(f"a chain's root has {len(root)} bytes, needs {KEY_BYTES}; use Identity.root() or a block's key")
     require_salt(salt)
@@ -138,7 +138,12 @@ def cut(packed: bytes) -> list[BlockKey]:
     return cast("list[BlockKey]", [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)])
 
 
-def _chain(root: bytes, data: bytes, extras: Mapping[int, bytes]) -> bytes:
+def _seen(tokens: array[int]) -> bytes | memoryview:
+    """Return u32 token ids as little endian, where they lie if they are so already: new memory takes as long as its hashing."""
+    return memoryview(tokens).cast("B") if sys.byteorder == "little" else token_bytes(tokens)
+
+
+def _chain(root: bytes, data: bytes | memoryview, extras: Mapping[int, bytes]) -> bytes:
     blocks = len(data) // _BLOCK_BYTES
     parts: list[bytes] = []
     at, key = 0, root
@@ -154,10 +159,10 @@ def _chain(root: bytes, data: bytes, extras: Mapping[int, bytes]) -> bytes:
     return b"".join(parts)
 
 
-def _plain_chain(key: bytes, data: bytes, block: int, end: int) -> bytes:
+def _plain_chain(key: bytes, data: bytes | memoryview, block: int, end: int) -> bytes:
     """Return the keys of blocks [block, end), to which nothing else belongs, behind `key`."""
     if end - block >= _FEW and len(key) == KEY_BYTES and (native := native_chain()) is not None:  # C takes it for so long
-        return native(key, data[block * _BLOCK_BYTES : end * _BLOCK_BYTES])
+        return native(key, memoryview(data)[block * _BLOCK_BYTES : end * _BLOCK_BYTES])
     keys = []
     for start in range(block * _BLOCK_BYTES, end * _BLOCK_BYTES, _BLOCK_BYTES):
         key = sha256(key + data[start : start + _BLOCK_BYTES]).digest()
