@@ -198,14 +198,13 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )
-            able = fleet.able(model)
             salt = None if caller.key is None else text_salt(ask)
-            apart = None if all(one.trusted for one in able) else salt
+            apart = None if salt is None or all(one.trusted for one in fleet.able(model)) else salt
             known = await router.prompts.of(
                 ask,
                 root=fleet.root_of(model),
                 salt=caller.salt(ask.salt) if apart is None else apart,
-                among=able,
+                among=partial(fleet.able, model),
                 headers=fleet.headers,
             )
         account.tokenised(known.tokens)

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -85,19 +85,19 @@ class Prompts:
         *,
         root: bytes,
         salt: str | bytes | None,
-        among: Sequence[Worker],
+        among: Callable[[], Sequence[Worker]],
         headers: Mapping[str, str],
     ) -> Known:
-        """Return what is known of the prompt of `ask`. `root`: what its keys begin with; `among`: who could be asked."""
+        """Return what is known of the prompt of `ask`. `root`: what its keys begin with; `among`: says who could be asked."""
         loop = asyncio.get_running_loop()
-        representation = next((one.report.representation for one in among if one.report and one.report.representation), None)
+        representation = None if self._pool is None else _representation(among())
         if self._renderer is not None:
             known = await loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
             if known is not None:
                 return known
         elif not isinstance(ask.prompt, tuple) or ask.messages is not None:
             begun_s = time.monotonic()
-            ids = await self._asked(ask, among, headers)
+            ids = await self._asked(ask, among(), headers)
             made_s = time.monotonic() - begun_s
             if ids is not None:
                 work = partial(self._known, ids, root, salt, representation, "worker", made_s)
@@ -201,3 +201,7 @@ def _ids_of(said: bytes) -> list[int]:
     """Return the tokens that a worker says. Raises ValueError, KeyError or MsgspecError for what is no list of them."""
     ids: list[int] = msgspec.convert(msgspec.json.decode(said)["tokens"], list[int])
     return ids
+
+
+def _representation(among: Sequence[Worker]) -> bytes | None:
+    return next((one.report.representation for one in among if one.report and one.report.representation), None)

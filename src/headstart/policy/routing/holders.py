@@ -12,9 +12,12 @@ For a million blocks and 64 workers some 60 MB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from headstart.policy.routing.native import native_choice
 
 Keys = npt.NDArray[np.uint64]
 
@@ -46,6 +49,7 @@ class _Table:
         self._last = size - 1
         self.keys = np.zeros(size, np.uint64)
         self.masks = np.zeros((_PLANES, size, words), np.uint64)
+        self.addresses = self.keys.ctypes.data, self.masks.ctypes.data
         self.count = 0
 
     def room(self) -> int:
@@ -100,6 +104,8 @@ class Holders:
         self._rows = max(1, blocks // 2)
         self._young = _Table(self._rows, self._words)
         self._old = _Table(1, self._words)
+        self._kept = np.zeros((_PLANES, self._words), np.uint64)  # where C counts
+        self._kept_address = self._kept.ctypes.data
 
     def __len__(self) -> int:
         return self._young.count + self._old.count
@@ -130,6 +136,10 @@ class Holders:
 
     def runs(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return how many blocks from the first on each worker has: [in memory | or on its disk | or in the pool, worker]."""
+        if (library := native_choice()) is not None:
+            found, counted = self._counted(library, keys)
+            if found == len(keys) or not self._old.count or self._old.find(_no_zeros(keys[found : found + 1]))[0] < 0:
+                return counted
         masks = self._masks(_no_zeros(keys))
         if not masks.shape[1]:
             return np.zeros((_PLANES, self._workers), np.int64)
@@ -142,6 +152,22 @@ class Holders:
         bits = np.unpackbits(few.view(np.uint8).reshape(_PLANES, len(begins), -1), axis=2, bitorder="little")
         runs: npt.NDArray[np.int64] = np.tensordot(bits[:, :, : self._workers], lengths, axes=([1], [0]))
         return runs
+
+    def _counted(self, library: Any, keys: Keys) -> tuple[int, npt.NDArray[np.int64]]:
+        """Return how many keys from the first on are in the young table, and what `runs` does as far as these go."""
+        young, keys = self._young, np.ascontiguousarray(keys)
+        runs = np.empty((_PLANES, self._workers), np.int64)
+        found: int = library.headstart_runs(
+            keys.ctypes.data,
+            len(keys),
+            *young.addresses,
+            len(young.keys),
+            self._words,
+            self._workers,
+            self._kept_address,
+            runs.ctypes.data,
+        )
+        return found, runs
 
     def _masks(self, keys: Keys) -> npt.NDArray[np.uint64]:
         """Return the bits of each key [plane, key, word] up to the first that is not known, moving what lies in the old table.
