@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 
-import aiohttp
 import msgspec
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ConfigError, MissingExtra, RequestError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import Connections
+from headstart.gateway.connections import Connections, Lost
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
 from headstart.gateway.worker import Address, Report, Role, Worker
@@ -144,7 +143,7 @@ class Fleet:
                     url, told = f"{worker.address.url}/v1/headstart/role", {**self.headers, "content-type": "application/json"}
                     body = msgspec.json.encode({"role": role})
                     answer = await self.connections.ask("PATCH", url, headers=told, body=body)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (Lost, TimeoutError) as error:
                 raise RequestError(
                     f"worker {worker.id} does not answer, so its role stays {worker.role}", param="role"
                 ) from error
@@ -348,7 +347,7 @@ class Fleet:
             async with asyncio.timeout(self._stuck_after_s):
                 gave = await self._gives(worker, report)
                 well = gave if gave is not None else await self._says_it_moves(worker)
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+        except (Lost, TimeoutError, ValueError):
             return
         else:
             if well:

@@ -18,7 +18,6 @@ from functools import partial
 from random import sample
 from typing import Any, Literal
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -26,7 +25,7 @@ from headstart.api.ask import Ask
 from headstart.api.shared import SharedPrefixes
 from headstart.block.keys import chain, cut, packed_keys
 from headstart.errors import RequestError, StoreError
-from headstart.gateway.connections import Connections
+from headstart.gateway.connections import Connections, Lost
 from headstart.gateway.worker import Worker
 from headstart.policy.routing.holders import Keys, keys_of, packed_keys_of
 from headstart.render import Renderer
@@ -182,7 +181,7 @@ class Prompts:
                 elif response.status == 200:
                     return await loop.run_in_executor(self._threads, _ids_of, response.content)
                 return None
-            except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
+            except (Lost, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
                 continue
         return None
 
