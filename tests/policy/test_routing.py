@@ -188,7 +188,7 @@ def test_all_workers_at_once_are_estimated_as_each_alone_is(
 def test_ties_are_broken_at_random_and_nothing_else_is() -> None:
     nothing, compute_s = np.zeros(4), np.array([1.0, 1.0, 1.0, 2.0])
     cost = np.array([1.0, 1.0001, 1.0002, 2.0])
-    found = Estimates(np.arange(4), nothing, nothing, nothing, compute_s, compute_s, cost)
+    found = Estimates(np.arange(4), np.stack([nothing, nothing, nothing, compute_s, compute_s, cost]))
     chosen = [found.cheapest(range(4), Random(seed)) for seed in range(200)]
     assert found.cheapest([3], Random(0)) == 3
     assert {one: chosen.count(one) > 30 for one in range(3)} == {0: True, 1: True, 2: True}

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,7 @@ class Prompts:
         if self._pool is not None:
             self._pool.close()
 
-    async def of(
+    def of(
         self,
         ask: Ask,
         *,
@@ -86,22 +86,35 @@ class Prompts:
         salt: str | bytes | None,
         among: Callable[[], Sequence[Worker]],
         headers: Mapping[str, str],
-    ) -> Known:
-        """Return what is known of the prompt of `ask`. `root`: what its keys begin with; `among`: says who could be asked."""
+    ) -> Awaitable[Known]:
+        """Return what is awaited for what is known of the prompt of `ask`; another thread begins at once. `root`: what its keys
+        begin with; `among`: says who could be asked."""
         loop = asyncio.get_running_loop()
         representation = None if self._pool is None else _representation(among())
+        of_text = partial(loop.run_in_executor, self._threads, self._of_text, ask, root, salt, representation)
         if self._renderer is not None:
-            known = await loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
-            if known is not None:
-                return known
-        elif not isinstance(ask.prompt, tuple) or ask.messages is not None:
-            begun_s = time.monotonic()
-            ids = await self._asked(ask, among(), headers)
-            made_s = time.monotonic() - begun_s
-            if ids is not None:
-                work = partial(self._known, ids, root, salt, representation, "worker", made_s)
-                return await loop.run_in_executor(self._threads, work)
-        return await loop.run_in_executor(self._threads, self._of_text, ask, root, salt, representation)
+            rendered = loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
+            return _first_known(rendered, of_text)
+        if isinstance(ask.prompt, tuple) and ask.messages is None:
+            return of_text()
+        return _first_known(self._of_a_worker(ask, root, salt, representation, among, headers), of_text)
+
+    async def _of_a_worker(
+        self,
+        ask: Ask,
+        root: bytes,
+        salt: str | bytes | None,
+        representation: bytes | None,
+        among: Callable[[], Sequence[Worker]],
+        headers: Mapping[str, str],
+    ) -> Known | None:
+        begun_s = time.monotonic()
+        ids = await self._asked(ask, among(), headers)
+        made_s = time.monotonic() - begun_s
+        if ids is None:
+            return None
+        work = partial(self._known, ids, root, salt, representation, "worker", made_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _rendered(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known | None:
         renderer = self._renderer
@@ -204,3 +217,8 @@ def _ids_of(said: bytes) -> list[int]:
 
 def _representation(among: Sequence[Worker]) -> bytes | None:
     return next((one.report.representation for one in among if one.report and one.report.representation), None)
+
+
+async def _first_known(one: Awaitable[Known | None], other: Callable[[], Awaitable[Known]]) -> Known:
+    known = await one
+    return await other() if known is None else known

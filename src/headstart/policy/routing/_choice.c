@@ -9,26 +9,34 @@
 
 enum { MEMORY, DISK, POOL, PLANES };
 
-/* Writes to `runs` [plane, worker] how many of the keys from the first on each worker has, and returns how many of them are in
-   the table. `table` has `size` rows, a power of two, `masks` is [plane, row, word]; `kept` has room for [plane, word]. */
-int64_t headstart_runs(const uint64_t *keys, int64_t count, const uint64_t *table, const uint64_t *masks, int64_t size,
-                       int64_t words, int64_t workers, uint64_t *kept, int64_t *runs)
+/* Returns where a key is in a table of `size` rows, a power of two, or the free row where it would be. */
+static int64_t row_of(uint64_t key, const uint64_t *table, int64_t size)
 {
-    int shift = 64;
-    for (int64_t rows = size; rows > 1; rows >>= 1)
-        shift--;
+    int64_t row = (int64_t)(key * SPREAD >> (64 - __builtin_ctzll((uint64_t)size)));
+    while (table[row] && table[row] != key)
+        row = (row + 1) & (size - 1);
+    return row;
+}
+
+/* Writes to `runs` [plane, worker] how many of the keys from the first on each worker has, as far as they are in the table
+   `young`, and returns 0 where the next one is in `old`: then there is more to do. `masks` is [plane, row, word]; `kept` has room
+   for [plane, word]. */
+int headstart_runs(const uint64_t *keys, int64_t count, const uint64_t *young, const uint64_t *masks, int64_t size,
+                   const uint64_t *old, int64_t old_size, int64_t words, int64_t workers, uint64_t *kept, int64_t *runs)
+{
     for (int64_t i = 0; i < PLANES * words; i++)
         kept[i] = ~(uint64_t)0;
     for (int64_t i = 0; i < PLANES * workers; i++)
         runs[i] = 0;
     int64_t at = 0;
+    int whole = 1;
     for (; at < count; at++) {
         uint64_t key = keys[at] ? keys[at] : 1;
-        int64_t row = (int64_t)(key * SPREAD >> shift);
-        while (table[row] && table[row] != key)
-            row = (row + 1) & (size - 1);
-        if (!table[row])
+        int64_t row = row_of(key, young, size);
+        if (!young[row]) {
+            whole = !old[row_of(key, old, old_size)];
             break;
+        }
         for (int64_t word = 0; word < words; word++) {
             uint64_t has = 0;
             for (int plane = 0; plane < PLANES; plane++) {
@@ -48,7 +56,7 @@ int64_t headstart_runs(const uint64_t *keys, int64_t count, const uint64_t *tabl
         for (int64_t worker = 0; worker < workers; worker++)
             if (kept[plane * words + worker / 64] >> (worker % 64) & 1)
                 runs[plane * workers + worker] = at;
-    return at;
+    return whole;
 }
 
 /* A worker's row of costs, and of what goes on there, as many.py writes them. */

@@ -137,8 +137,8 @@ class Holders:
     def runs(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return how many blocks from the first on each worker has: [in memory | or on its disk | or in the pool, worker]."""
         if (library := native_choice()) is not None:
-            found, counted = self._counted(library, keys)
-            if found == len(keys) or not self._old.count or self._old.find(_no_zeros(keys[found : found + 1]))[0] < 0:
+            whole, counted = self._counted(library, keys)
+            if whole:
                 return counted
         masks = self._masks(_no_zeros(keys))
         if not masks.shape[1]:
@@ -153,21 +153,25 @@ class Holders:
         runs: npt.NDArray[np.int64] = np.tensordot(bits[:, :, : self._workers], lengths, axes=([1], [0]))
         return runs
 
-    def _counted(self, library: Any, keys: Keys) -> tuple[int, npt.NDArray[np.int64]]:
-        """Return how many keys from the first on are in the young table, and what `runs` does as far as these go."""
-        young, keys = self._young, np.ascontiguousarray(keys)
+    def _counted(self, library: Any, keys: Keys) -> tuple[bool, npt.NDArray[np.int64]]:
+        """Return what `runs` does as far as keys lie in the young table, and whether that is all there is."""
+        young, old = self._young, self._old
+        if not keys.flags.c_contiguous:
+            keys = np.ascontiguousarray(keys)
         runs = np.empty((_PLANES, self._workers), np.int64)
-        found: int = library.headstart_runs(
+        whole = library.headstart_runs(
             keys.ctypes.data,
             len(keys),
             *young.addresses,
             len(young.keys),
+            old.addresses[0],
+            len(old.keys),
             self._words,
             self._workers,
             self._kept_address,
             runs.ctypes.data,
         )
-        return found, runs
+        return bool(whole), runs
 
     def _masks(self, keys: Keys) -> npt.NDArray[np.uint64]:
         """Return the bits of each key [plane, key, word] up to the first that is not known, moving what lies in the old table.

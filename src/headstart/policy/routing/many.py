@@ -28,26 +28,25 @@ def costs_of(speeds: Speeds) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of each worker, as in `Estimate`, which `row` returns."""
+    """Of each worker, as in `Estimate`, which `row` returns. `columns` [what, worker]: reused, read_s, wait_s, compute_s, work_s,
+    cost."""
 
     workers: npt.NDArray[np.int64]
-    reused: Column
-    read_s: Column
-    wait_s: Column
-    compute_s: Column
-    work_s: Column
-    cost: Column
+    columns: Column
+
+    @property
+    def cost(self) -> Column:
+        return self.columns[-1]
 
     def row(self, at: int) -> Estimate:
-        columns = (self.read_s, self.wait_s, self.compute_s, self.work_s, self.cost)
-        return Estimate(int(self.workers[at]), int(self.reused[at]), *(float(column[at]) for column in columns))
+        reused, *seconds = self.columns[:, at].tolist()
+        return Estimate(int(self.workers[at]), int(reused), *seconds)
 
     def cheapest(self, allowed: Sequence[int], random: Random) -> int:
         """Return the place of the one that costs least among those at `allowed`; of those that cannot be told apart any."""
         cost = self.cost.tolist()
         best = min(allowed, key=cost.__getitem__)
-        first_token_s = max(self.wait_s[best], self.read_s[best]) + self.compute_s[best]
-        most = cost[best] + max(TIE_S, TIE * float(first_token_s))
+        most = cost[best] + max(TIE_S, TIE * self.row(best).first_token_s)
         return random.choice([at for at in allowed if cost[at] <= most])
 
 
@@ -84,7 +83,7 @@ def estimates(
             now_s,
             found.ctypes.data,
         )
-        return Estimates(workers, *found)
+        return Estimates(workers, found)
     held = (runs[:, workers] * block_tokens).astype(np.float64)
     return _in_columns(workers, costs[workers], states[workers], held, tokens=tokens, answer=answer, rate=rate, now_s=now_s)
 
@@ -137,4 +136,4 @@ def _in_columns(
     work = alone + answer_s
     cost = np.maximum(wait_s, read_s) + compute + pressure * work
     best = np.argmin(cost, axis=0), np.arange(len(workers))
-    return Estimates(workers, took[best], read_s[best], wait_s, compute[best], work[best], cost[best])
+    return Estimates(workers, np.stack([took[best], read_s[best], wait_s, compute[best], work[best], cost[best]]))

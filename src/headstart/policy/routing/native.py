@@ -27,8 +27,8 @@ def native_choice() -> Any:
     except (OSError, AttributeError) as error:  # no such file, no such function
         _log.info("workers are chosen without C: %s", error)
         return None
-    runs.argtypes = [_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS]
-    runs.restype = _COUNT
+    runs.argtypes = [_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS]
+    runs.restype = ctypes.c_int
     estimates.argtypes = [_ADDRESS, _COUNT, *[_ADDRESS] * 3, _COUNT, _COUNT, *[_NUMBER] * 4, _ADDRESS]
     estimates.restype = None
     return library

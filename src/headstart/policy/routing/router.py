@@ -216,7 +216,7 @@ class Routing:
             rate=self._rate(now_s) / len(names),
             now_s=now_s,
         )
-        key = _end_of_known(keys, runs[:, numbers])
+        key = _end_of_known(keys, runs[DISK].take(numbers))
         allowed: Sequence[int] = range(len(names))
         if self._spread.is_hot(key, workers=len(names)):
             able = [self._workers[name] for name in names]
@@ -239,7 +239,7 @@ class Routing:
         runs = self.holders.runs(keys)[:, [worker.number for worker in able.values()]]
         held = (runs.T * self.block_tokens).tolist()
         views = {name: self._view(worker, own, now_s) for (name, worker), own in zip(able.items(), held, strict=True)}
-        return views, _end_of_known(keys, runs)
+        return views, _end_of_known(keys, runs[DISK])
 
     def decided(self, worker: str, views: Mapping[str, View], key: int | None, *, tokens: int) -> Decision:
         """Return the decision of somebody else as one that `sent` takes."""
@@ -347,7 +347,7 @@ class Routing:
         return len(self._arrivals) / passed_s if passed_s > 0 else 0.0
 
 
-def _end_of_known(keys: Keys, runs: npt.NDArray[np.int64]) -> int | None:
+def _end_of_known(keys: Keys, own: npt.NDArray[np.int64]) -> int | None:
     """Return the key at which the part ends that some worker has of its own."""
-    most = int(runs[DISK].max())
+    most = int(own.max())
     return int(keys[most - 1]) if most else None
