@@ -20,7 +20,7 @@ from gateway.fakes import CHUNKED, STREAM, Fake, chunk, chunked, completion, str
 from gateway.gateway_kit import routed
 from headstart.errors import ConfigError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import Answer, Connections, Lost, NotTaken, parts_of
+from headstart.gateway.connections import Answer, Connections, Lost, parts_of
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.following import Change, Follower, Following

@@ -163,7 +163,14 @@ def test_all_workers_at_once_are_estimated_as_each_alone_is(
             np.array([costs_of(view.speeds) for view in views]),
             np.array(
                 [
-                    (view.queued_s + 1.5, 2.0, 8.5, view.running, view.context, room)  # the first one is being computed for 1.5 s
+                    (
+                        view.queued_s + 1.5,
+                        2.0,
+                        8.5,
+                        view.running,
+                        view.context,
+                        room,
+                    )  # the first one is being computed for 1.5 s
                     for view, room in zip(views, infinite, strict=True)
                 ]
             ),

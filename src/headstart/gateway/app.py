@@ -60,8 +60,10 @@ from headstart.gateway.worker import Worker
 
 _INLINE_BYTES = 4 * INLINE_BYTES  # a prompt of 32k tokens and more, whose way to a thread takes longer than its parsing
 _PASSED = frozenset(
-    ("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate")
-    + ("x-headstart-priority", "x-headstart-session", "x-headstart-retention")
+    (
+        *("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate"),
+        *("x-headstart-priority", "x-headstart-session", "x-headstart-retention"),
+    )
 )
 
 

@@ -24,6 +24,7 @@ _KEPT_S = 4.0  # a connection without a request; servers close theirs after five
 _PIECE_BYTES = 1 << 18  # of a body that goes out piece by piece, each when the one before has gone
 _UNREAD_BYTES = 1 << 18  # of an answer, before the worker has to wait for who reads it
 _HEAD_BYTES = 64 << 10
+_LONG_HEAD = f"the head of an answer has more than {_HEAD_BYTES >> 10} KiB"
 _UNTOLD = (204, 304)  # answers without a body
 
 
@@ -121,7 +122,7 @@ class Connections:
         try:
             async with asyncio.timeout(self._connect_s):
                 found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-                return await self._first_of([address[0] for *_, address in found], origin)
+                return await self._first_of([str(address[0]) for *_, address in found], origin)
         except TimeoutError as error:
             raise NotTaken(f"nothing at {origin} takes a connection within {self._connect_s:g} s", late=True) from error
         except OSError as error:  # the name is not known, for instance
@@ -313,7 +314,7 @@ class _Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             self._parser.feed_data(data)
             if not (self._answer is None or self._answer.status) and self._head_bytes > _HEAD_BYTES:
-                raise Lost(f"the head of the answer has more than {_HEAD_BYTES >> 10} KiB")
+                raise Lost(_LONG_HEAD)
         except (Lost, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._answer is not None:
                 self._answer.fails(error if isinstance(error, Lost) else Lost(f"what it answers is no HTTP: {error}"))
@@ -329,6 +330,8 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = {}
+        if sum(len(name) + len(value) for name, value in headers.items()) > _HEAD_BYTES:
+            raise Lost(_LONG_HEAD)
         self._interim = status < 200
         if self._interim or self._answer is None:
             return
@@ -392,10 +395,15 @@ def _head(method: str, origin: _Origin, path: str, headers: Mapping[str, str], b
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1 or "\0" in text:
         raise ValueError("a header holds the end of a line")
+    return (text if text.isascii() else "\r\n".join(map(_as_it_came, lines))).encode() + b"\r\n\r\n"
+
+
+def _as_it_came(line: str) -> str:
+    """Return what is written in UTF-8 as the bytes that `line` was read from, if they were that: Starlette reads Latin-1."""
     try:
-        return text.encode("latin-1") + b"\r\n\r\n"  # as Starlette reads them
-    except UnicodeEncodeError:
-        return text.encode() + b"\r\n\r\n"
+        return line.encode("latin-1").decode()
+    except UnicodeError:
+        return line
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from headstart.policy.routing.native import native_choice
 from headstart.policy.routing.estimate import STEPS_LEFT, TIE, TIE_S, Estimate, Speeds
+from headstart.policy.routing.native import native_choice
 
 Column = npt.NDArray[np.float64]
 
@@ -28,15 +28,16 @@ def costs_of(speeds: Speeds) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of each worker, as in `Estimate`, which `row` returns. `columns` [what, worker]: reused, read_s, wait_s, compute_s, work_s,
-    cost."""
+    """Of each worker, as in `Estimate`, which `row` returns. `columns` [what, worker]: reused, read_s, wait_s, compute_s,
+    work_s, cost."""
 
     workers: npt.NDArray[np.int64]
     columns: Column
 
     @property
     def cost(self) -> Column:
-        return self.columns[-1]
+        cost: Column = self.columns[-1]
+        return cost
 
     def row(self, at: int) -> Estimate:
         reused, *seconds = self.columns[:, at].tolist()
@@ -65,8 +66,8 @@ def estimates(
     """Return what a prompt of `tokens` with an answer of some `answer` tokens costs on each of `workers`.
 
     Of every worker there may be: `costs` [worker, COSTS]; `states` [worker, STATE], with infinite room where that is not known;
-    `runs` [3, worker]: blocks in memory, there or on its disk, there or in the pool. `rate`: requests that come to each worker in
-    a second, which wait for what is put on it now."""
+    `runs` [3, worker]: blocks in memory, there or on its disk, there or in the pool. `rate`: requests that come to each worker
+    in a second, which wait for what is put on it now."""
     if (library := native_choice()) is not None:
         found = np.empty((_FOUND, len(workers)))
         library.headstart_estimates(
