@@ -216,12 +216,12 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             id = request_id_of(request.scope) or uuid.uuid4().hex
             allowed = limited(ask)
             passed = {name: value for name, value in request.headers.items() if name in _PASSED} | {"x-request-id": id}
-            injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
-            if injects:
-                body = with_more(body, usage=True)
-            bodies = [body]
             brief = replace(ask, messages=None, prompt="", tools=None)  # what is long is not kept as long as the answer
             deadlines = [one for one in (ask.handling.deadline_s, accounts.deadline_s) if one is not None]
+            injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
+            if injects:
+                body = with_more(body, usage=True, has_stream_options=ask.has_stream_options)
+            bodies = [body]
             known = await knowing
         account.tokenised(known.tokens)
         router.metrics.prepared(known.made_s)

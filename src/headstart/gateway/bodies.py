@@ -35,8 +35,9 @@ def limited(ask: Ask) -> dict[str, str]:
     return told | ({"x-headstart-session": caller.session(handling.session)} if handling.session else {})
 
 
-def with_more(body: bytes, *, usage: bool = False, salt: str | None = None) -> bytes:
+def with_more(body: bytes, *, usage: bool = False, salt: str | None = None, has_stream_options: bool = True) -> bytes:
     """Return a body that asks for usage in its stream, and has this salt; all else as the client wrote it.
+    `has_stream_options`: whether it may have such a field, for which a long one is searched.
 
     What is put in goes to the end, so that nothing before it has to be read. Where the body may have such a field already it is
     read and written again: of two of one name the last counts, but not in every parser."""
@@ -49,7 +50,8 @@ def with_more(body: bytes, *, usage: bool = False, salt: str | None = None) -> b
         return body
     escaped = salt is not None and b"\\u" in body  # a name can be written so, too
     rest = body.rstrip()
-    if not escaped and not any(name.encode() in body for name in more) and rest.endswith(b"}") and b":" in rest:
+    searched = more.keys() - ({"stream_options"} if not has_stream_options else set())
+    if not escaped and not any(name.encode() in body for name in searched) and rest.endswith(b"}") and b":" in rest:
         return b"".join((memoryview(rest)[:-1], b",", memoryview(msgspec.json.encode(more))[1:]))
     content = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     if usage and "stream_options" in content:

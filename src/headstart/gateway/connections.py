@@ -21,6 +21,7 @@ import httptools
 
 MOST_BYTES = 64 << 20  # of an answer in one piece
 _KEPT_S = 4.0  # a connection without a request; servers close theirs after five seconds and more
+_JOINED_BYTES = 1 << 16  # of a body that goes out with the head before it
 _PIECE_BYTES = 1 << 18  # of a body that goes out piece by piece, each when the one before has gone
 _UNREAD_BYTES = 1 << 18  # of an answer, before the worker has to wait for who reads it
 _HEAD_BYTES = 64 << 10
@@ -247,8 +248,10 @@ class _Connection(asyncio.Protocol):
             self._expiring = None
         self._answer = answer = Response(self)
         self._sent = False
-        transport.write(head + body if len(body) <= _PIECE_BYTES else head)
-        if len(body) > _PIECE_BYTES:
+        if len(body) <= _JOINED_BYTES:
+            transport.write(head + body)
+        else:
+            transport.write(head)
             await self._write(transport, answer, body)
         self._sent = not answer.status
         while not answer.status:
@@ -262,7 +265,7 @@ class _Connection(asyncio.Protocol):
                 await answer.more()
             if answer.status:
                 return
-            transport.write(body[start : start + _PIECE_BYTES])
+            transport.write(body[start : start + _PIECE_BYTES])  # the whole, uncopied, where it is one piece
 
     def cut(self) -> None:
         """End it, whatever is under way."""

@@ -36,6 +36,7 @@ _TRIES: Mapping[str, Mapping[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}]},
 }
 _NEW_S = 30.0  # in which one that was added and has not answered yet is on its way
+_GOLDEN = 0.618  # of whose multiples the fractions lie evenly
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
@@ -258,6 +259,8 @@ class Fleet:
 
     async def _watch(self, worker: Worker) -> None:
         heard_s = self.clock()
+        # Many were added at once. They are not all asked at once for ever: whoever asks for an answer then would wait for that.
+        wait_s = self._poll_s * (worker.number * _GOLDEN % 1.0)
         while True:
             try:
                 heard_s = await self._look(worker, heard_s)
@@ -266,12 +269,11 @@ class Fleet:
                 worker.report = None  # what it says next is looked at as if it were the first
             worker.doubted.clear()
             try:
-                async with asyncio.timeout(
-                    self._poll_s if worker.alive or not worker.seen_ready else min(_ALL_GONE_S, self._poll_s)
-                ):
+                async with asyncio.timeout(wait_s if worker.alive or not worker.seen_ready else min(_ALL_GONE_S, wait_s)):
                     await worker.doubted.wait()
             except TimeoutError:
                 pass
+            wait_s = self._poll_s
 
     async def _look(self, worker: Worker, heard_s: float) -> float:
         """Ask once; return when it was last heard. Who was silent for too long is lost."""
