@@ -294,6 +294,45 @@ def test_the_books_are_empty_when_every_request_has_ended_in_whatever_order(seed
         assert view.room == 100_000
 
 
+@given(st.integers(0, 2**32))
+def test_a_request_is_chosen_for_by_what_goes_on_now(seed: int) -> None:
+    """What is noted of a worker when something happens there is what would be found by looking."""
+    random = Random(seed)
+    router = routing("a", "b", "c")
+    keys = prompt(*range(1, 30))
+    now_s = 0.0
+    for number in range(40):
+        now_s += random.random()
+        names = [str(random.randrange(number + 1)) for _ in range(3)]
+        router.first_token(names[0], now_s=now_s)
+        router.finished(names[1], answer=random.choice((None, 10)), now_s=now_s)
+        worker = random.choice("abc")
+        what = random.random()
+        if what < 0.2:
+            router.told(
+                worker, requests=random.randrange(6), waiting_tokens=random.randrange(9000), kv_used=random.randrange(9000)
+            )
+        elif what < 0.3:
+            router.measured(worker, random.choice((SPEEDS, SLOW)))
+        elif what < 0.35:
+            router.down(worker)
+            router.up(worker, random.choice((SPEEDS, SLOW)), now_s=now_s, kv_tokens=random.choice((None, 9000)))
+        elif what < 0.5:
+            router.stored(worker, keys[: random.randrange(30)], random.choice((MEMORY, DISK, POOL)))
+        among = random.choice((None, {"a", "b"}, {"b", "c"}, {"c"}))
+        decision = router.choose(keys, tokens=2000, now_s=now_s, among=among)
+        views, key = router.views(keys, now_s=now_s, among=among)
+        assert decision is not None
+        assert decision.estimates.keys() == views.keys() == (among or {"a", "b", "c"})
+        assert decision.key == key
+        for name, found in decision.estimates.items():
+            alone = estimate(views[name], tokens=2000, answer=int(router._answer), pressure=0.0)
+            assert found.wait_s == pytest.approx(alone.wait_s)
+            if found.reused == alone.reused:  # work counts there, and not here
+                assert (found.read_s, found.compute_s) == pytest.approx((alone.read_s, alone.compute_s))
+        router.sent(str(number), decision, tokens=2000, now_s=now_s)
+
+
 def test_a_worker_that_starts_anew_holds_nothing_and_its_unanswered_requests_can_go_elsewhere() -> None:
     router = routing("a", "b")
     keys = prompt(1, 2, 3)
