@@ -149,11 +149,14 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         flight: Flight | None = None
         try:
             ask, flight = await begun(dialect, request, account)
+            if ask.stream:
+                flight.begin()
+                await asyncio.sleep(0)  # a worker has it before the rest is put together
+            router.metrics.prepared(flight.order.known.made_s)
+            ask = replace(ask, messages=None, prompt="", tools=None)  # what is long is not kept as long as the answer
             if not ask.stream:
                 said = await unless_gone(request, flight.whole())
                 return await on_gone(request, ClientDisconnect()) if said is None else as_said(said)
-            flight.begin()
-            await asyncio.sleep(0)  # a worker has it before the rest is put together
             streaming = True
             return Passing(
                 flight,
@@ -190,7 +193,6 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                 ask = dialect.parse(body, request.headers)
             else:
                 ask = await asyncio.to_thread(dialect.parse, body, request.headers)
-            ask = replace(ask, caller=caller)
             model = router.meant(ask.model)
             account.model = model or next(iter(fleet.models()), "")
             account.session, account.retention = ask.handling.session or ask.caching.session, ask.handling.retention
@@ -203,7 +205,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )
-            salt = None if caller.key is None else text_salt(ask)
+            salt = None if caller.key is None else text_salt(ask, caller)
             apart = None if salt is None or all(one.trusted for one in fleet.able(model)) else salt
             knowing = router.prompts.of(
                 ask,
@@ -214,9 +216,8 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             )
             # While another thread does that: all that does not depend on it.
             id = request_id_of(request.scope) or uuid.uuid4().hex
-            allowed = limited(ask)
+            allowed = limited(ask, caller)
             passed = {name: value for name, value in request.headers.items() if name in _PASSED} | {"x-request-id": id}
-            brief = replace(ask, messages=None, prompt="", tools=None)  # what is long is not kept as long as the answer
             deadlines = [one for one in (ask.handling.deadline_s, accounts.deadline_s) if one is not None]
             injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
             if injects:
@@ -224,11 +225,11 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             bodies = [body]
             known = await knowing
         account.tokenised(known.tokens)
-        router.metrics.prepared(known.made_s)
         asked = Asked(id, caller.tenant, account.arrived, account.model, known.tokens, known.by, account.session)
         router.decisions.keep(asked)
         deadline_s = min(deadlines) - account.tokenise_s if deadlines else None
         if deadline_s is not None and deadline_s <= 0:
+            router.metrics.prepared(known.made_s)
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
         with ExitStack() as held:
             held.enter_context(router.unsent.holding())(len(body))
@@ -274,7 +275,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             on_named=on_named,
             metrics=router.metrics,
         )
-        return brief, flight
+        return ask, flight
 
     admin = Admin(fleet, router.decisions, accounts)
     app = Starlette(

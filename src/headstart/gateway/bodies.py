@@ -7,6 +7,7 @@ import hashlib
 import msgspec
 
 from headstart.api.ask import Ask
+from headstart.api.keyring import Caller
 
 
 def field_of(body: bytes, name: str) -> object:
@@ -18,16 +19,16 @@ def field_of(body: bytes, name: str) -> object:
         return None
 
 
-def text_salt(ask: Ask) -> str:
+def text_salt(ask: Ask, caller: Caller) -> str:
     """Return a salt in letters that keeps a tenant's prompts apart in workers that know nothing of tenants."""
-    own = ask.caller.salt(ask.salt)
+    own = caller.salt(ask.salt)
     data = own if isinstance(own, bytes) else (own or "").encode("utf-8", "surrogatepass")
     return hashlib.sha256(b"headstart.gateway.salt\0" + data).hexdigest()
 
 
-def limited(ask: Ask) -> dict[str, str]:
+def limited(ask: Ask, caller: Caller) -> dict[str, str]:
     """Return how a caller with a key may have its request handled, for workers that do not know it."""
-    caller, handling = ask.caller, ask.handling
+    handling = ask.handling
     if caller.key is None:
         return {}
     retention = caller.retention if handling.retention == "default" else handling.retention
