@@ -124,6 +124,15 @@ def test_an_answer_that_does_not_say_where_it_ends_ends_with_its_connection(head
         assert run(work) == [b"so much", b"ok"]
 
 
+def test_who_answers_what_nobody_asked_gets_the_next_request_on_another_connection() -> None:
+    with serving(answering(OK + b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong"), answering(OK)) as url:
+
+        async def work(connections: Connections) -> list[bytes]:
+            return [(await connections.ask("GET", url, headers={})).content for _ in range(2)]
+
+        assert run(work) == [b"ok", b"ok"]
+
+
 def test_who_closes_a_connection_gets_the_next_request_on_another() -> None:
     with serving(
         answering(OK), answering(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"), answering(OK)

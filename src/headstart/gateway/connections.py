@@ -335,8 +335,10 @@ class _Connection(asyncio.Protocol):
         self._headers = {}
         if sum(len(name) + len(value) for name, value in headers.items()) > _HEAD_BYTES:
             raise Lost(_LONG_HEAD)
+        if self._answer is None:
+            raise Lost("it answers what nobody asked")
         self._interim = status < 200
-        if self._interim or self._answer is None:
+        if self._interim:
             return
         self._until_closed = not {"content-length", "transfer-encoding"} & headers.keys() and status not in _UNTOLD
         self._answer.begins(status, headers)
@@ -352,8 +354,8 @@ class _Connection(asyncio.Protocol):
             return
         answer, self._answer = self._answer, None
         self._head_bytes = 0
-        if answer is not None:
-            answer.ends()
+        assert answer is not None
+        answer.ends()
         self.go_on()
         if self._transport is None or self._transport.is_closing():
             return
