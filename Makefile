@@ -54,7 +54,7 @@ trials: $(VENV)/.installed  ## the cache under libllama and under the real vLLM 
 
 install: $(VENV)/.installed  ## only make .venv and install everything into it
 
-COMPILED := src/headstart/block/_chain.c src/headstart/transfer/_reader.c $(addprefix src/headstart/engine/torch/,_attention.c _attention_tile.h)
+COMPILED := src/headstart/block/_chain.c src/headstart/policy/routing/_choice.c src/headstart/transfer/_reader.c $(addprefix src/headstart/engine/torch/,_attention.c _attention_tile.h)
 
 $(VENV)/.installed: pyproject.toml Makefile $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \

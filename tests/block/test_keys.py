@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from headstart.block import keys as keys_module
 from headstart.block.identity import Identity
-from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, Content, block_extras, chain_keys
+from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, Content, block_extras, chain_keys, packed_keys
 from headstart.block.native import native_chain
+from headstart.policy.routing.holders import keys_of, packed_keys_of
 
 ROOT = Identity(weights=b"w" * 32, architecture=b"{}").root()
 DIGEST = bytes(range(32))
@@ -268,3 +269,11 @@ def test_a_library_that_makes_other_keys_is_not_used(monkeypatch: pytest.MonkeyP
         assert native_chain() is None
     finally:
         native_chain.cache_clear()
+
+
+@given(TOKENS, st.integers(0, 130))
+def test_packed_keys_are_the_same_ones_behind_the_other(tokens, shared_tokens):
+    keys = chain_keys(tokens, root=ROOT, salt="s", shared_tokens=shared_tokens)
+    packed = packed_keys(tokens, root=ROOT, salt="s", shared_tokens=shared_tokens)
+    assert packed == b"".join(keys)
+    assert packed_keys_of(packed).tolist() == keys_of(keys).tolist()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from headstart.api.dialects import chat, completions
+from headstart.api.dialects.base import Dialect
 from headstart.gateway.bodies import with_more
 
 BODIES: list[dict[str, Any]] = [
@@ -32,6 +34,20 @@ def test_a_body_gets_what_is_put_in_and_keeps_what_it_had(
         pairs = json.loads(with_more(text.encode(), usage=usage, salt=salt), object_pairs_hook=lambda found: found)
         assert len({name for name, _ in pairs}) == len(pairs)  # of two of one name parsers take the one or the other
         assert json.loads(with_more(text.encode(), usage=usage, salt=salt)) == wanted
+        known = "stream_options" in content
+        assert json.loads(with_more(text.encode(), usage=usage, salt=salt, has_stream_options=known)) == wanted
+
+
+@pytest.mark.parametrize(
+    "said", [b'"stream_options": null', b'"stream_options": {}', b'"stream\\u005foptions": {"include_usage": false}']
+)
+@pytest.mark.parametrize("dialect", [chat, completions])
+def test_whether_a_body_says_how_it_streams_is_known_from_reading_it(dialect: Dialect, said: bytes) -> None:
+    prompt = b'"prompt": "stream_options", "messages": [{"role": "user", "content": "stream_options"}]'
+    if dialect is completions:
+        prompt = b'"prompt": "stream_options"'
+    assert dialect.parse(b"{" + prompt + b", " + said + b"}", {}).has_stream_options
+    assert not dialect.parse(b"{" + prompt + b"}", {}).has_stream_options
 
 
 def test_a_salt_whose_name_is_written_otherwise_is_replaced_too() -> None:

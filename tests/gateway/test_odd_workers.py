@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import httpx
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from gateway.fakes import CHUNKED, STREAM, Fake, chunk, chunked, completion, str
 from gateway.gateway_kit import routed
 from headstart.errors import ConfigError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import Answer, Connections, parts_of
+from headstart.gateway.connections import Answer, Connections, Lost, parts_of
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.following import Change, Follower, Following
@@ -93,13 +92,13 @@ def test_what_no_other_server_would_say_makes_it_unwell(path: str, content: str)
 
 
 @pytest.mark.parametrize(("number", "gone"), [(errno.ECONNREFUSED, True), (errno.EMFILE, False), (errno.ENETUNREACH, False)])
-def test_only_who_is_refused_is_gone(number: int, gone: bool) -> None:
-    def answer(path: str) -> Answer:
-        key: Any = None
-        raise aiohttp.ClientConnectorError(key, error := OSError(number, "no")) from error
+def test_only_who_is_refused_is_gone(number: int, gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*arguments: object, **more: object) -> None:
+        raise OSError(number, "no")
 
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", fails)
     with pytest.raises(Unwell) as caught:
-        told(answer)
+        asyncio.run(ask(Connections(connect_s=10.0), Address.of("http://127.0.0.1:1"), {}, None))
     assert caught.value.gone == gone
 
 
@@ -287,7 +286,7 @@ def test_a_chunk_that_is_none_ends_the_answer_whether_or_not_it_is_waited_for(wa
             else:
                 go_on.set()
                 await asyncio.to_thread(closed.wait, 60)
-            with pytest.raises(aiohttp.ClientPayloadError):
+            with pytest.raises(Lost):
                 async with asyncio.timeout(10):
                     await anext(parts)
             response.close()

@@ -6,12 +6,13 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headstart.policy.routing.estimate import Speeds, View, estimate
 from headstart.policy.routing.holders import DISK, MEMORY, POOL, Holders, Keys, keys_of
 from headstart.policy.routing.many import Estimates, costs_of, estimates
+from headstart.policy.routing.native import native_choice
 from headstart.policy.routing.router import Routing
 from headstart.policy.routing.spread import Spread
 from headstart.policy.speed import Speed
@@ -24,6 +25,20 @@ def prompt(*numbers: int) -> Keys:
     return np.array(numbers, np.uint64)
 
 
+def test_the_choice_in_c_is_there() -> None:
+    """It is compiled wherever there is a compiler; what is tested here would else be NumPy's alone."""
+    assert native_choice() is not None
+
+
+@pytest.fixture(params=["C", "NumPy"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are counted in C, and without it."""
+    if request.param == "NumPy":
+        monkeypatch.setattr("headstart.policy.routing.holders.native_choice", lambda: None)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("either")
 @given(st.integers(0, 2**32))
 def test_holders_answer_as_a_dictionary_does_while_nothing_was_dropped(seed: int) -> None:
     random = Random(seed)
@@ -117,8 +132,8 @@ SLOW = Speeds(prefill=Speed((2e-3, 0.0)), step=Speed((1e-2, 0.0, 0.0)), disk=Spe
     st.lists(
         st.tuples(
             st.sampled_from([SPEEDS, SLOW]),
-            st.lists(st.integers(0, 6000), min_size=3, max_size=3),
-            st.floats(0, 10),
+            st.lists(st.integers(0, 94), min_size=3, max_size=3),
+            st.floats(2, 10),
             st.integers(0, 20),
             st.none() | st.integers(0, 20_000),
         ),
@@ -127,30 +142,50 @@ SLOW = Speeds(prefill=Speed((2e-3, 0.0)), step=Speed((1e-2, 0.0, 0.0)), disk=Spe
     ),
     st.integers(1, 6000),
     st.floats(0, 20),
+    st.booleans(),
 )
 def test_all_workers_at_once_are_estimated_as_each_alone_is(
-    workers: list[tuple[object, ...]], tokens: int, rate: float
+    workers: list[tuple[object, ...]], tokens: int, rate: float, in_c: bool
 ) -> None:
     views = []
     for number, (speeds, held, queued_s, running, room) in enumerate(workers):
         assert isinstance(held, list)
-        memory, disk, pool = sorted(held)
+        memory, disk, pool = (64 * blocks for blocks in sorted(held))
         more = {"memory": memory, "disk": disk, "pool": pool, "queued_s": queued_s, "running": running, "room": room}
         views.append(View(number, speeds, context=running * 700, **more))  # type: ignore[arg-type, operator]
+    order = Random(tokens).sample(views, len(views))
     infinite = [float("inf") if view.room is None else view.room for view in views]
-    found = estimates(
-        [view.worker for view in views],
-        np.array([costs_of(view.speeds) for view in views]),
-        np.array([(view.queued_s, view.running, view.context, room) for view, room in zip(views, infinite, strict=True)]),
-        np.array([[view.memory for view in views], [view.disk for view in views], [view.pool for view in views]], np.float64),
-        tokens=tokens,
-        answer=150,
-        rate=rate,
-    )
-    for at, view in enumerate(views):
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_c:
+            patch.setattr("headstart.policy.routing.many.native_choice", lambda: None)
+        found = estimates(
+            np.array([view.worker for view in order], np.int64),
+            np.array([costs_of(view.speeds) for view in views]),
+            np.array(
+                [
+                    (
+                        view.queued_s + 1.5,
+                        2.0,
+                        8.5,
+                        view.running,
+                        view.context,
+                        room,
+                    )  # the first one is being computed for 1.5 s
+                    for view, room in zip(views, infinite, strict=True)
+                ]
+            ),
+            np.array([[getattr(view, plane) // 64 for view in views] for plane in ("memory", "disk", "pool")], np.int64),
+            block_tokens=64,
+            tokens=tokens,
+            answer=150,
+            rate=rate,
+            now_s=10.0,
+        )
+    for at, view in enumerate(order):
         pressure = rate * (view.queued_s + view.speeds.prefill_s(min(view.pool, tokens), tokens))
         alone = estimate(view, tokens=tokens, answer=150, pressure=pressure)
         row = found.row(at)
+        assert row.worker == view.worker
         assert row.cost == pytest.approx(alone.cost)
         assert row.wait_s == pytest.approx(alone.wait_s)
         if row.reused == alone.reused:  # else both are as good
@@ -160,7 +195,7 @@ def test_all_workers_at_once_are_estimated_as_each_alone_is(
 def test_ties_are_broken_at_random_and_nothing_else_is() -> None:
     nothing, compute_s = np.zeros(4), np.array([1.0, 1.0, 1.0, 2.0])
     cost = np.array([1.0, 1.0001, 1.0002, 2.0])
-    found = Estimates(range(4), nothing, nothing, nothing, compute_s, compute_s, cost)
+    found = Estimates(np.arange(4), np.stack([nothing, nothing, nothing, compute_s, compute_s, cost]))
     chosen = [found.cheapest(range(4), Random(seed)) for seed in range(200)]
     assert found.cheapest([3], Random(0)) == 3
     assert {one: chosen.count(one) > 30 for one in range(3)} == {0: True, 1: True, 2: True}
@@ -257,6 +292,45 @@ def test_the_books_are_empty_when_every_request_has_ended_in_whatever_order(seed
     for view in views.values():
         assert (view.queued_s, view.waiting, view.waiting_tokens, view.running, view.context) == (0.0, 0, 0, 0, 0)
         assert view.room == 100_000
+
+
+@given(st.integers(0, 2**32))
+def test_a_request_is_chosen_for_by_what_goes_on_now(seed: int) -> None:
+    """What is noted of a worker when something happens there is what would be found by looking."""
+    random = Random(seed)
+    router = routing("a", "b", "c")
+    keys = prompt(*range(1, 30))
+    now_s = 0.0
+    for number in range(40):
+        now_s += random.random()
+        names = [str(random.randrange(number + 1)) for _ in range(3)]
+        router.first_token(names[0], now_s=now_s)
+        router.finished(names[1], answer=random.choice((None, 10)), now_s=now_s)
+        worker = random.choice("abc")
+        what = random.random()
+        if what < 0.2:
+            router.told(
+                worker, requests=random.randrange(6), waiting_tokens=random.randrange(9000), kv_used=random.randrange(9000)
+            )
+        elif what < 0.3:
+            router.measured(worker, random.choice((SPEEDS, SLOW)))
+        elif what < 0.35:
+            router.down(worker)
+            router.up(worker, random.choice((SPEEDS, SLOW)), now_s=now_s, kv_tokens=random.choice((None, 9000)))
+        elif what < 0.5:
+            router.stored(worker, keys[: random.randrange(30)], random.choice((MEMORY, DISK, POOL)))
+        among = random.choice((None, {"a", "b"}, {"b", "c"}, {"c"}))
+        decision = router.choose(keys, tokens=2000, now_s=now_s, among=among)
+        views, key = router.views(keys, now_s=now_s, among=among)
+        assert decision is not None
+        assert decision.estimates.keys() == views.keys() == (among or {"a", "b", "c"})
+        assert decision.key == key
+        for name, found in decision.estimates.items():
+            alone = estimate(views[name], tokens=2000, answer=int(router._answer), pressure=0.0)
+            assert found.wait_s == pytest.approx(alone.wait_s)
+            if found.reused == alone.reused:  # work counts there, and not here
+                assert (found.read_s, found.compute_s) == pytest.approx((alone.read_s, alone.compute_s))
+        router.sent(str(number), decision, tokens=2000, now_s=now_s)
 
 
 def test_a_worker_that_starts_anew_holds_nothing_and_its_unanswered_requests_can_go_elsewhere() -> None:

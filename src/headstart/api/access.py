@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -25,6 +26,7 @@ OPEN = frozenset({"/health", "/ready", "/version"})  # for whoever watches over 
 _CALLER = "headstart.caller"
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`; a name counts as reachable by others unless it is localhost."""
     try:

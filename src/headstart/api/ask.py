@@ -78,6 +78,7 @@ class Ask:
     salt: str | None = None
     stream: bool = False
     include_usage: bool = False  # in a stream, where the dialect leaves the choice
+    has_stream_options: bool = True  # where that is said, if only as null
     ignored: tuple[str, ...] = ()
     echo: Mapping[str, Any] = field(default_factory=dict)
     handling: Handling = Handling()

@@ -27,10 +27,13 @@ static const uint32_t start[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a
 
 static int has_instructions(void)
 {
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_1) || !(c & bit_SSSE3))
-        return 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 29 & 1); /* SHA */
+    static int known; /* 1: it has not, 2: it has. Asking leaves a virtual machine, which takes microseconds. */
+    if (!known) {
+        unsigned a, b, c, d;
+        int has = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_1) && (c & bit_SSSE3);
+        known = has && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 29 & 1) /* SHA */ ? 2 : 1;
+    }
+    return known == 2;
 }
 
 __attribute__((target("sha,sse4.1,ssse3"))) static void hash(const uint8_t *padded, uint8_t *key)

@@ -78,12 +78,24 @@ def chain_keys(
     >>> len(keys), keys[1:] == chain_keys(range(64, 200), root=keys[0])
     (3, True)
     """
-    data = token_bytes(tokens)
+    return cut(packed_keys(tokens, root=root, salt=salt, shared_tokens=shared_tokens, contents=contents))
+
+
+def packed_keys(
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    root: bytes,
+    salt: str | bytes | None = None,
+    shared_tokens: int = 0,
+    contents: Sequence[Content] = (),
+) -> bytes:
+    """Return what `chain_keys` does, one key behind the other: of a long prompt in a fraction of the time."""
+    data = _seen(tokens) if isinstance(tokens, array) and tokens.typecode == "I" else token_bytes(tokens)
     if len(root) != KEY_BYTES:
         raise ValueError(f"a chain's root has {len(root)} bytes, needs {KEY_BYTES}; use Identity.root() or a block's key")
     require_salt(salt)
     if not salt and not contents:
-        return chain(root, data)
+        return _chain(root, data, {})
     blocks = len(data) // _BLOCK_BYTES
     touching: dict[int, list[Content]] = {}
     for content in contents:
@@ -94,7 +106,7 @@ def chain_keys(
     extras = {
         block: block_extras(block, salt=salt, shared_tokens=shared_tokens, contents=some) for block, some in touching.items()
     }
-    return chain(root, data, extras)
+    return _chain(root, data, extras)
 
 
 def block_extras(block: int, *, salt: str | bytes | None, shared_tokens: int, contents: Sequence[Content]) -> bytes:
@@ -118,31 +130,44 @@ def chain(root: bytes, data: bytes, extras: Mapping[int, bytes] | None = None) -
     """Return the keys of the full blocks in `data` (token ids as u32 little endian); `extras[i]` belongs to block i.
 
     2,048 blocks (131,072 tokens) are 590 KB to hash: 0.4 ms where the processor has instructions for that, else 2 ms."""
+    return cut(_chain(root, data, extras or {}))
+
+
+def cut(packed: bytes) -> list[BlockKey]:
+    """Return keys that stand one behind the other as a list."""
+    return cast("list[BlockKey]", [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)])
+
+
+def _seen(tokens: array[int]) -> bytes | memoryview:
+    """Return u32 token ids as little endian, where they lie if they are so already: new memory takes as long as its hashing."""
+    return memoryview(tokens).cast("B") if sys.byteorder == "little" else token_bytes(tokens)
+
+
+def _chain(root: bytes, data: bytes | memoryview, extras: Mapping[int, bytes]) -> bytes:
     blocks = len(data) // _BLOCK_BYTES
-    keys: list[bytes] = []
+    parts: list[bytes] = []
     at, key = 0, root
-    for block, extra in sorted((extras or {}).items()):
+    for block, extra in sorted(extras.items()):
         if block >= blocks:
             break
-        keys += _plain_chain(key, data, at, block)
-        before = keys[-1] if keys else root
+        parts.append(_plain_chain(key, data, at, block))
+        before = parts[-1][-KEY_BYTES:] or key
         key = sha256(before + data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES] + extra).digest()
-        keys.append(key)
+        parts.append(key)
         at = block + 1
-    keys += _plain_chain(key, data, at, blocks)
-    return cast("list[BlockKey]", keys)
+    parts.append(_plain_chain(key, data, at, blocks))
+    return b"".join(parts)
 
 
-def _plain_chain(key: bytes, data: bytes, block: int, end: int) -> list[bytes]:
+def _plain_chain(key: bytes, data: bytes | memoryview, block: int, end: int) -> bytes:
     """Return the keys of blocks [block, end), to which nothing else belongs, behind `key`."""
     if end - block >= _FEW and len(key) == KEY_BYTES and (native := native_chain()) is not None:  # C takes it for so long
-        whole = native(key, data[block * _BLOCK_BYTES : end * _BLOCK_BYTES])
-        return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+        return native(key, memoryview(data)[block * _BLOCK_BYTES : end * _BLOCK_BYTES])
     keys = []
     for start in range(block * _BLOCK_BYTES, end * _BLOCK_BYTES, _BLOCK_BYTES):
         key = sha256(key + data[start : start + _BLOCK_BYTES]).digest()
         keys.append(key)
-    return keys
+    return b"".join(keys)
 
 
 def token_bytes(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

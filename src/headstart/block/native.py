@@ -18,7 +18,7 @@ _KEY_BYTES = 32
 _BLOCK_BYTES = 256
 _log = logging.getLogger(__name__)
 
-Chain = Callable[[bytes, bytes], bytes]  # root, whole blocks → the keys of all, one behind the other
+Chain = Callable[[bytes, bytes | memoryview], bytes]  # root, whole blocks → the keys of all, one behind the other
 
 
 @cache
@@ -32,12 +32,12 @@ def native_chain() -> Chain | None:
     except (OSError, AttributeError) as error:  # no such file, no such function
         _log.info("keys are made by hashlib: %s", error)
         return None
-    function.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
 
-    def chain(root: bytes, data: bytes) -> bytes:
+    def chain(root: bytes, data: bytes | memoryview) -> bytes:
         blocks = len(data) // _BLOCK_BYTES
-        keys = np.empty(blocks * _KEY_BYTES, np.uint8)
-        function(root, data, blocks, keys.ctypes.data)
+        keys = np.zeros(blocks * _KEY_BYTES, np.uint8)  # not what an earlier call left, where nothing is hashed
+        function(root, np.frombuffer(data, np.uint8).ctypes.data if blocks else None, blocks, keys.ctypes.data)
         return keys.tobytes()
 
     data = bytes(range(256)) * 2

@@ -59,9 +59,11 @@ from headstart.gateway.sending import Order, Refused, Said
 from headstart.gateway.worker import Worker
 
 _INLINE_BYTES = 4 * INLINE_BYTES  # a prompt of 32k tokens and more, whose way to a thread takes longer than its parsing
-_PASSED = (
-    *("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate"),
-    *("x-headstart-priority", "x-headstart-session", "x-headstart-retention"),
+_PASSED = frozenset(
+    (
+        *("accept", "anthropic-version", "anthropic-beta", "traceparent", "tracestate"),
+        *("x-headstart-priority", "x-headstart-session", "x-headstart-retention"),
+    )
 )
 
 
@@ -147,6 +149,11 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         flight: Flight | None = None
         try:
             ask, flight = await begun(dialect, request, account)
+            if ask.stream:
+                flight.begin()
+                await asyncio.sleep(0)  # a worker has it before the rest is put together
+            router.metrics.prepared(flight.order.known.made_s)
+            ask = replace(ask, messages=None, prompt="", tools=None)  # what is long is not kept as long as the answer
             if not ask.stream:
                 said = await unless_gone(request, flight.whole())
                 return await on_gone(request, ClientDisconnect()) if said is None else as_said(said)
@@ -175,6 +182,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             if not streaming:
                 router.ended()
                 if flight is not None:
+                    flight.give_up()
                     flight.order.let_go()
 
     async def begun(dialect: Dialect, request: Request, account: Account) -> tuple[Ask, Flight]:
@@ -185,7 +193,6 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                 ask = dialect.parse(body, request.headers)
             else:
                 ask = await asyncio.to_thread(dialect.parse, body, request.headers)
-            ask = replace(ask, caller=caller)
             model = router.meant(ask.model)
             account.model = model or next(iter(fleet.models()), "")
             account.session, account.retention = ask.handling.session or ask.caching.session, ask.handling.retention
@@ -198,35 +205,35 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )
-            able = fleet.able(model)
-            salt = None if caller.key is None else text_salt(ask)
-            apart = None if all(one.trusted for one in able) else salt
-            known = await router.prompts.of(
+            salt = None if caller.key is None else text_salt(ask, caller)
+            apart = None if salt is None or all(one.trusted for one in fleet.able(model)) else salt
+            knowing = router.prompts.of(
                 ask,
                 root=fleet.root_of(model),
                 salt=caller.salt(ask.salt) if apart is None else apart,
-                among=able,
+                among=partial(fleet.able, model),
                 headers=fleet.headers,
             )
+            # While another thread does that: all that does not depend on it.
+            id = request_id_of(request.scope) or uuid.uuid4().hex
+            allowed = limited(ask, caller)
+            passed = {name: value for name, value in request.headers.items() if name in _PASSED} | {"x-request-id": id}
+            deadlines = [one for one in (ask.handling.deadline_s, accounts.deadline_s) if one is not None]
+            injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
+            if injects:
+                body = with_more(body, usage=True, has_stream_options=ask.has_stream_options)
+            bodies = [body]
+            known = await knowing
         account.tokenised(known.tokens)
-        router.metrics.prepared(known.made_s)
-        id = request_id_of(request.scope) or uuid.uuid4().hex
         asked = Asked(id, caller.tenant, account.arrived, account.model, known.tokens, known.by, account.session)
         router.decisions.keep(asked)
-        deadlines = [one for one in (ask.handling.deadline_s, accounts.deadline_s) if one is not None]
         deadline_s = min(deadlines) - account.tokenise_s if deadlines else None
         if deadline_s is not None and deadline_s <= 0:
+            router.metrics.prepared(known.made_s)
             raise DeadlinePassed("the prompt was not tokenised within the deadline", code="deadline_exceeded")
-        path = request.url.path
-        injects = ask.stream and dialect in (chat, completions) and not ask.include_usage
-        if injects:
-            body = with_more(body, usage=True)
         with ExitStack() as held:
             held.enter_context(router.unsent.holding())(len(body))
             unsent = held.pop_all()
-        bodies = [body]
-        allowed = limited(ask)
-        passed = {name: request.headers[name] for name in _PASSED if name in request.headers} | {"x-request-id": id}
         ends_s = None if deadline_s is None else time.monotonic() + deadline_s
 
         def body_for(worker: Worker) -> bytes:
@@ -247,7 +254,7 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             router.decisions.answered(asked, answer)
 
         order = Order(
-            path=path,
+            path=request.url.path,
             model=model,
             known=known,
             asked=asked,
@@ -268,23 +275,23 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
             on_named=on_named,
             metrics=router.metrics,
         )
-        return replace(ask, messages=None, prompt="", tools=None), flight  # what is long is not kept as long as the answer
+        return ask, flight
 
     admin = Admin(fleet, router.decisions, accounts)
     app = Starlette(
-        routes=[
+        routes=[  # those first that are asked for most: each is tried in turn
+            Route("/v1/chat/completions", answering(chat), methods=["POST"]),
+            Route("/v1/completions", answering(completions), methods=["POST"]),
+            Route("/v1/responses", answering(responses), methods=["POST"]),
+            Route("/v1/messages", answering(messages), methods=["POST"]),
             Route("/health", health),
             Route("/ready", ready),
             Route("/version", version),
             Route("/metrics", scrape),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", answering(chat), methods=["POST"]),
-            Route("/v1/completions", answering(completions), methods=["POST"]),
-            Route("/v1/responses", answering(responses), methods=["POST"]),
             Route("/v1/responses/{id}", asking_who_knows, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/cancel", asking_who_knows, methods=["POST"]),
-            Route("/v1/messages", answering(messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", asking_any, methods=["POST"]),
             Route("/v1/chat/completions/render", asking_any, methods=["POST"]),
             Route("/v1/completions/render", asking_any, methods=["POST"]),

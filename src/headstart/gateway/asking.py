@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from headstart.block.keys import KEY_BYTES
 from headstart.errors import ConfigError
-from headstart.gateway.connections import Answer, Connections
+from headstart.gateway.connections import Answer, Connections, Lost, NotTaken
 from headstart.gateway.worker import Address, Handoff, Report, Role, endpoint_seen_from, with_guesses
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -72,25 +71,10 @@ async def ask(client: Connections, address: Address, headers: Mapping[str, str],
             if response.status in (401, 403):
                 raise Unwell(f"it refuses the router's key (HTTP {response.status}); give both the same server.router_key")
         return await _foreign(client, address, headers, known)
-    except aiohttp.ServerTimeoutError as error:
-        raise Unwell("it does not answer in time") from error
-    except aiohttp.ClientConnectorError as error:
-        raise Unwell(f"nothing answers at {address.url}: {error.os_error}", gone=_refused(error)) from error
-    except (aiohttp.ClientError, ConfigError, *_NONSENSE) as error:
+    except NotTaken as error:
+        raise Unwell("it does not answer in time" if error.late else str(error), gone=error.refused) from error
+    except (Lost, ConfigError, *_NONSENSE) as error:
         raise Unwell(f"it answers what cannot be read: {type(error).__name__}: {str(error)[:256]}") from error
-
-
-def _refused(error: BaseException) -> bool:
-    """Whether nothing listens there; everything else may be this machine's or the network's doing, such as too many open
-    files."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, ConnectionRefusedError):
-            return True
-        if isinstance(found, BaseExceptionGroup):  # of a name with several addresses
-            return all(map(_refused, found.exceptions))
-        found = found.__cause__ or found.__context__
-    return False
 
 
 async def _get(client: Connections, url: str, headers: Mapping[str, str]) -> Answer:

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 
-import aiohttp
 import msgspec
 
 from headstart.block.keys import BLOCK_TOKENS
 from headstart.errors import ConfigError, MissingExtra, RequestError
 from headstart.gateway.asking import Unwell, ask
-from headstart.gateway.connections import Connections
+from headstart.gateway.connections import Connections, Lost
 from headstart.gateway.following import Change, Follower, Following
 from headstart.gateway.translating import Translator
 from headstart.gateway.worker import Address, Report, Role, Worker
@@ -37,6 +36,7 @@ _TRIES: Mapping[str, Mapping[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}]},
 }
 _NEW_S = 30.0  # in which one that was added and has not answered yet is on its way
+_GOLDEN = 0.618  # of whose multiples the fractions lie evenly
 _ALL_GONE_S = 0.2  # how soon one that was just lost is asked again, at first
 
 
@@ -144,7 +144,7 @@ class Fleet:
                     url, told = f"{worker.address.url}/v1/headstart/role", {**self.headers, "content-type": "application/json"}
                     body = msgspec.json.encode({"role": role})
                     answer = await self.connections.ask("PATCH", url, headers=told, body=body)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (Lost, TimeoutError) as error:
                 raise RequestError(
                     f"worker {worker.id} does not answer, so its role stays {worker.role}", param="role"
                 ) from error
@@ -259,6 +259,8 @@ class Fleet:
 
     async def _watch(self, worker: Worker) -> None:
         heard_s = self.clock()
+        # Many were added at once. They are not all asked at once for ever: whoever asks for an answer then would wait for that.
+        wait_s = self._poll_s * (worker.number * _GOLDEN % 1.0)
         while True:
             try:
                 heard_s = await self._look(worker, heard_s)
@@ -267,12 +269,11 @@ class Fleet:
                 worker.report = None  # what it says next is looked at as if it were the first
             worker.doubted.clear()
             try:
-                async with asyncio.timeout(
-                    self._poll_s if worker.alive or not worker.seen_ready else min(_ALL_GONE_S, self._poll_s)
-                ):
+                async with asyncio.timeout(wait_s if worker.alive or not worker.seen_ready else min(_ALL_GONE_S, wait_s)):
                     await worker.doubted.wait()
             except TimeoutError:
                 pass
+            wait_s = self._poll_s
 
     async def _look(self, worker: Worker, heard_s: float) -> float:
         """Ask once; return when it was last heard. Who was silent for too long is lost."""
@@ -348,7 +349,7 @@ class Fleet:
             async with asyncio.timeout(self._stuck_after_s):
                 gave = await self._gives(worker, report)
                 well = gave if gave is not None else await self._says_it_moves(worker)
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+        except (Lost, TimeoutError, ValueError):
             return
         else:
             if well:

@@ -58,6 +58,7 @@ class Flight:
     first_token_s: float | None = None  # from the request's arrival
     _queue: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(_UNREAD))
     _failure: Exception | None = None
+    _pumping: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.seen = Seen(self.order.path)
@@ -75,10 +76,20 @@ class Flight:
         self._settle(self.seen.finish)
         return said
 
+    def begin(self) -> None:
+        """Let a stream begin at the next turn of the loop, whoever reads it then."""
+        self._pumping = asyncio.get_running_loop().create_task(self._pump())
+
+    def give_up(self) -> None:
+        """Let what began, and nobody reads, come to nothing."""
+        if self._pumping is not None:
+            self._pumping.cancel()
+
     async def stream(self, quiet_s: float) -> AsyncGenerator[bytes | None, None]:
-        """Yield the answer as it comes, an event at a time, and None whenever nothing came for `quiet_s`. Raises RequestError,
-        and Refused before anything else. Whoever ends before it does ends the request."""
-        task = asyncio.get_running_loop().create_task(self._pump())
+        """Yield the answer that has begun as it comes, an event at a time, and None whenever nothing came for `quiet_s`. Raises
+        RequestError, and Refused before anything else. Whoever ends before it does ends the request."""
+        task = self._pumping
+        assert task is not None
         try:
             while True:
                 try:

@@ -11,24 +11,23 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from random import sample
 from typing import Any, Literal
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from headstart.api.ask import Ask
 from headstart.api.shared import SharedPrefixes
-from headstart.block.keys import BlockKey, chain, chain_keys
+from headstart.block.keys import chain, cut, packed_keys
 from headstart.errors import RequestError, StoreError
-from headstart.gateway.connections import Connections
+from headstart.gateway.connections import Connections, Lost
 from headstart.gateway.worker import Worker
-from headstart.policy.routing.holders import Keys, keys_of
+from headstart.policy.routing.holders import Keys, keys_of, packed_keys_of
 from headstart.render import Renderer
 from headstart.render.canonical import RULES, canonical
 from headstart.tier.base import Tier
@@ -79,30 +78,43 @@ class Prompts:
         if self._pool is not None:
             self._pool.close()
 
-    async def of(
+    def of(
         self,
         ask: Ask,
         *,
         root: bytes,
         salt: str | bytes | None,
-        among: Sequence[Worker],
+        among: Callable[[], Sequence[Worker]],
         headers: Mapping[str, str],
-    ) -> Known:
-        """Return what is known of the prompt of `ask`. `root`: what its keys begin with; `among`: who could be asked."""
+    ) -> Awaitable[Known]:
+        """Return what is awaited for what is known of the prompt of `ask`; another thread begins at once. `root`: what its keys
+        begin with; `among`: says who could be asked."""
         loop = asyncio.get_running_loop()
-        representation = next((one.report.representation for one in among if one.report and one.report.representation), None)
+        representation = None if self._pool is None else _representation(among())
+        of_text = partial(loop.run_in_executor, self._threads, self._of_text, ask, root, salt, representation)
         if self._renderer is not None:
-            known = await loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
-            if known is not None:
-                return known
-        elif not isinstance(ask.prompt, tuple) or ask.messages is not None:
-            begun_s = time.monotonic()
-            ids = await self._asked(ask, among, headers)
-            made_s = time.monotonic() - begun_s
-            if ids is not None:
-                work = partial(self._known, ids, root, salt, representation, "worker", made_s)
-                return await loop.run_in_executor(self._threads, work)
-        return await loop.run_in_executor(self._threads, self._of_text, ask, root, salt, representation)
+            rendered = loop.run_in_executor(self._threads, self._rendered, ask, root, salt, representation)
+            return _first_known(rendered, of_text)
+        if isinstance(ask.prompt, tuple) and ask.messages is None:
+            return of_text()
+        return _first_known(self._of_a_worker(ask, root, salt, representation, among, headers), of_text)
+
+    async def _of_a_worker(
+        self,
+        ask: Ask,
+        root: bytes,
+        salt: str | bytes | None,
+        representation: bytes | None,
+        among: Callable[[], Sequence[Worker]],
+        headers: Mapping[str, str],
+    ) -> Known | None:
+        begun_s = time.monotonic()
+        ids = await self._asked(ask, among(), headers)
+        made_s = time.monotonic() - begun_s
+        if ids is None:
+            return None
+        work = partial(self._known, ids, root, salt, representation, "worker", made_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _rendered(self, ask: Ask, root: bytes, salt: str | bytes | None, representation: bytes | None) -> Known | None:
         renderer = self._renderer
@@ -136,14 +148,15 @@ class Prompts:
     ) -> Known:
         self._shared.look()
         try:
-            keys = chain_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
+            packed = packed_keys(ids, root=root, salt=salt, shared_tokens=self._shared.tokens(ids))
         except ValueError:  # ids that are none, which the worker says
             return Known(len(ids), _NO_KEYS, by=by)
-        return Known(len(ids), keys_of(keys), self._in_pool(keys, representation), by, made_s)
+        return Known(len(ids), packed_keys_of(packed), self._in_pool(packed, representation), by, made_s)
 
-    def _in_pool(self, keys: Sequence[BlockKey], representation: bytes | None) -> int | None:
-        if self._pool is None or representation is None or not keys:
+    def _in_pool(self, packed: bytes, representation: bytes | None) -> int | None:
+        if self._pool is None or representation is None or not packed:
             return None
+        keys = cut(packed)
         try:
             there = self._pool.locate(representation, keys).extents >= 0
         except (StoreError, OSError) as error:
@@ -181,7 +194,7 @@ class Prompts:
                 elif response.status == 200:
                     return await loop.run_in_executor(self._threads, _ids_of, response.content)
                 return None
-            except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
+            except (Lost, TimeoutError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError):
                 continue
         return None
 
@@ -200,3 +213,12 @@ def _ids_of(said: bytes) -> list[int]:
     """Return the tokens that a worker says. Raises ValueError, KeyError or MsgspecError for what is no list of them."""
     ids: list[int] = msgspec.convert(msgspec.json.decode(said)["tokens"], list[int])
     return ids
+
+
+def _representation(among: Sequence[Worker]) -> bytes | None:
+    return next((one.report.representation for one in among if one.report and one.report.representation), None)
+
+
+async def _first_known(one: Awaitable[Known | None], other: Callable[[], Awaitable[Known]]) -> Known:
+    known = await one
+    return await other() if known is None else known

@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from urllib.parse import quote
 
-import aiohttp
-
 from headstart.api.accounts import Accounts
 from headstart.api.behalf import headers_for
 from headstart.api.errors import ModelNotFound, NotReady, NoWorker
@@ -18,6 +16,7 @@ from headstart.api.keyring import Caller
 from headstart.api.plumbing import Bodies
 from headstart.api.streaming import STALL_S
 from headstart.gateway.apart import Apart
+from headstart.gateway.connections import Lost
 from headstart.gateway.decisions import Decisions
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.metrics import Metrics
@@ -149,7 +148,7 @@ class Router:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.fleet.connections.ask(method, url, headers=self.headers(worker, caller), body=body)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (Lost, TimeoutError, ValueError) as error:
             self.fleet.doubt(worker)
             raise NoWorker("the worker does not answer; try again in a moment", code="no_worker", retry_after_s=2) from error
         return Said(answer.status, {"content-type": answer.kind}, answer.content)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-import aiohttp
-
+from headstart.gateway.connections import Lost, NotTaken, Response
 from headstart.gateway.decisions import Asked, Attempt
 from headstart.gateway.fleet import Fleet
 from headstart.gateway.prompts import Known
@@ -91,7 +90,7 @@ class Sent:
     """A request at a worker. `alone`: nothing else was there when it came."""
 
     worker: Worker
-    response: aiohttp.ClientResponse
+    response: Response
     attempt: Attempt
     sent_s: float
     alone: bool
@@ -168,10 +167,9 @@ class Direct:
         except Refused as refused:
             attempt.outcome = f"refused it ({refused.said.status})"
             raise
-        except aiohttp.ClientError as error:
-            attempt.outcome = why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            unheard = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            raise Missed(worker, Kind.REFUSED if unheard else Kind.BROKE, why) from error
+        except Lost as error:
+            attempt.outcome = why = str(error)
+            raise Missed(worker, Kind.REFUSED if isinstance(error, NotTaken) else Kind.BROKE, why) from error
         except TimeoutError as error:
             attempt.outcome = f"lost: {worker.why_down}"
             raise Missed(worker, Kind.BROKE, worker.why_down) from error
@@ -219,7 +217,7 @@ class Direct:
                 found[one.id] = state if state != "ready" else other
         return found
 
-    async def _begun(self, worker: Worker, order: Order) -> aiohttp.ClientResponse:
+    async def _begun(self, worker: Worker, order: Order) -> Response:
         url = worker.address.url + order.path
         return await self.fleet.connections.begin("POST", url, headers=order.headers_for(worker), body=order.body_for(worker))
 

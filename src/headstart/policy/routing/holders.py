@@ -12,9 +12,12 @@ For a million blocks and 64 workers some 60 MB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from headstart.policy.routing.native import native_choice
 
 Keys = npt.NDArray[np.uint64]
 
@@ -31,6 +34,11 @@ def keys_of(chain: Sequence[bytes]) -> Keys:
     return np.frombuffer(b"".join(key[:8] for key in chain), np.uint64)
 
 
+def packed_keys_of(chain: bytes) -> Keys:
+    """Return the same of keys of 32 bytes that stand one behind the other."""
+    return np.ascontiguousarray(np.frombuffer(chain, np.uint64)[::4])
+
+
 class _Table:
     """Open addressing, at most half full. Key 0 marks a free row."""
 
@@ -41,6 +49,7 @@ class _Table:
         self._last = size - 1
         self.keys = np.zeros(size, np.uint64)
         self.masks = np.zeros((_PLANES, size, words), np.uint64)
+        self.addresses = self.keys.ctypes.data, self.masks.ctypes.data
         self.count = 0
 
     def room(self) -> int:
@@ -95,6 +104,8 @@ class Holders:
         self._rows = max(1, blocks // 2)
         self._young = _Table(self._rows, self._words)
         self._old = _Table(1, self._words)
+        self._kept = np.zeros((_PLANES, self._words), np.uint64)  # where C counts
+        self._kept_address = self._kept.ctypes.data
 
     def __len__(self) -> int:
         return self._young.count + self._old.count
@@ -125,6 +136,10 @@ class Holders:
 
     def runs(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Return how many blocks from the first on each worker has: [in memory | or on its disk | or in the pool, worker]."""
+        if (library := native_choice()) is not None:
+            whole, counted = self._counted(library, keys)
+            if whole:
+                return counted
         masks = self._masks(_no_zeros(keys))
         if not masks.shape[1]:
             return np.zeros((_PLANES, self._workers), np.int64)
@@ -137,6 +152,26 @@ class Holders:
         bits = np.unpackbits(few.view(np.uint8).reshape(_PLANES, len(begins), -1), axis=2, bitorder="little")
         runs: npt.NDArray[np.int64] = np.tensordot(bits[:, :, : self._workers], lengths, axes=([1], [0]))
         return runs
+
+    def _counted(self, library: Any, keys: Keys) -> tuple[bool, npt.NDArray[np.int64]]:
+        """Return what `runs` does as far as keys lie in the young table, and whether that is all there is."""
+        young, old = self._young, self._old
+        if not keys.flags.c_contiguous:
+            keys = np.ascontiguousarray(keys)
+        runs = np.empty((_PLANES, self._workers), np.int64)
+        whole = library.headstart_runs(
+            keys.ctypes.data,
+            len(keys),
+            *young.addresses,
+            len(young.keys),
+            old.addresses[0],
+            len(old.keys),
+            self._words,
+            self._workers,
+            self._kept_address,
+            runs.ctypes.data,
+        )
+        return bool(whole), runs
 
     def _masks(self, keys: Keys) -> npt.NDArray[np.uint64]:
         """Return the bits of each key [plane, key, word] up to the first that is not known, moving what lies in the old table.

@@ -1,4 +1,4 @@
-"""`estimate` for all workers at once: the same sums over columns, so that sixty-four take as long as two. Pure."""
+"""`estimate` for all workers at once: in C where that is there, else the same sums over columns. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from headstart.policy.routing.estimate import STEPS_LEFT, TIE, TIE_S, Estimate, Speeds
+from headstart.policy.routing.native import native_choice
 
 Column = npt.NDArray[np.float64]
 
 COSTS = 10  # numbers that a worker's speeds come to
-STATE = 4  # and what is going on there: queued_s, running, context, room (infinite where that is not known)
+STATE = 6  # and what goes on there: seconds queued, those of the first, since when that is computed; running, context, room
+_FOUND = 6  # columns of `Estimates`
 
 
 def costs_of(speeds: Speeds) -> tuple[float, ...]:
@@ -26,46 +28,81 @@ def costs_of(speeds: Speeds) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of each worker, as in `Estimate`, which `row` returns."""
+    """Of each worker, as in `Estimate`, which `row` returns. `columns` [what, worker]: reused, read_s, wait_s, compute_s,
+    work_s, cost."""
 
-    workers: Sequence[int]
-    reused: Column
-    read_s: Column
-    wait_s: Column
-    compute_s: Column
-    work_s: Column
-    cost: Column
+    workers: npt.NDArray[np.int64]
+    columns: Column
+
+    @property
+    def cost(self) -> Column:
+        cost: Column = self.columns[-1]
+        return cost
 
     def row(self, at: int) -> Estimate:
-        columns = (self.read_s, self.wait_s, self.compute_s, self.work_s, self.cost)
-        return Estimate(self.workers[at], int(self.reused[at]), *(float(column[at]) for column in columns))
+        reused, *seconds = self.columns[:, at].tolist()
+        return Estimate(int(self.workers[at]), int(reused), *seconds)
 
     def cheapest(self, allowed: Sequence[int], random: Random) -> int:
         """Return the place of the one that costs least among those at `allowed`; of those that cannot be told apart any."""
-        cost = self.cost[list(allowed)]
-        least = int(np.argmin(cost))
-        best = allowed[least]
-        first_token_s = max(self.wait_s[best], self.read_s[best]) + self.compute_s[best]
-        slack = max(TIE_S, TIE * float(first_token_s))
-        return random.choice([allowed[at] for at in np.flatnonzero(cost <= cost[least] + slack).tolist()])
+        cost = self.cost.tolist()
+        best = min(allowed, key=cost.__getitem__)
+        most = cost[best] + max(TIE_S, TIE * self.row(best).first_token_s)
+        return random.choice([at for at in allowed if cost[at] <= most])
 
 
 def estimates(
-    workers: Sequence[int],
+    workers: npt.NDArray[np.int64],
     costs: Column,
-    state: Column,
+    states: Column,
+    runs: npt.NDArray[np.int64],
+    *,
+    block_tokens: int,
+    tokens: int,
+    answer: int,
+    rate: float,
+    now_s: float,
+) -> Estimates:
+    """Return what a prompt of `tokens` with an answer of some `answer` tokens costs on each of `workers`.
+
+    Of every worker there may be: `costs` [worker, COSTS]; `states` [worker, STATE], with infinite room where that is not known;
+    `runs` [3, worker]: blocks in memory, there or on its disk, there or in the pool. `rate`: requests that come to each worker
+    in a second, which wait for what is put on it now."""
+    if (library := native_choice()) is not None:
+        found = np.empty((_FOUND, len(workers)))
+        library.headstart_estimates(
+            workers.ctypes.data,
+            len(workers),
+            costs.ctypes.data,
+            states.ctypes.data,
+            runs.ctypes.data,
+            runs.shape[1],
+            block_tokens,
+            tokens,
+            answer,
+            rate,
+            now_s,
+            found.ctypes.data,
+        )
+        return Estimates(workers, found)
+    held = (runs[:, workers] * block_tokens).astype(np.float64)
+    return _in_columns(workers, costs[workers], states[workers], held, tokens=tokens, answer=answer, rate=rate, now_s=now_s)
+
+
+def _in_columns(
+    workers: npt.NDArray[np.int64],
+    costs: Column,
+    states: Column,
     held: Column,
     *,
     tokens: int,
     answer: int,
     rate: float,
+    now_s: float,
 ) -> Estimates:
-    """Return what a prompt of `tokens` with an answer of some `answer` tokens costs on each of `workers`.
-
-    `costs` [worker, COSTS], `state` [worker, STATE], `held` [3, worker]: tokens in memory, there or on its disk, there or in
-    the pool. `rate`: requests that come to each worker in a second, which wait for what is put on it now."""
     row_s, key_s, pass_s, sequence_s, attend_s, disk_s, disk_start_s, pool_s, pool_start_s, chunk = costs.T
-    queued_s, running, context, room = state.T
+    waiting_s, first_s, since_s, running, context, room = states.T
+    queued_s = waiting_s - np.minimum(first_s, np.maximum(0.0, now_s - since_s))
     most = float(tokens - 1)
     squared = float(tokens) * tokens
 
@@ -100,4 +137,4 @@ def estimates(
     work = alone + answer_s
     cost = np.maximum(wait_s, read_s) + compute + pressure * work
     best = np.argmin(cost, axis=0), np.arange(len(workers))
-    return Estimates(workers, took[best], read_s[best], wait_s, compute[best], work[best], cost[best])
+    return Estimates(workers, np.stack([took[best], read_s[best], wait_s, compute[best], work[best], cost[best]]))

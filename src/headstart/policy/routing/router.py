@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headstart.policy.routing.estimate import Estimate, Speeds, View, estimate
 from headstart.policy.routing.holders import DISK, MEMORY, POOL, Holders, Keys
-from headstart.policy.routing.many import COSTS, costs_of, estimates
+from headstart.policy.routing.many import COSTS, STATE, costs_of, estimates
 from headstart.policy.routing.spread import Spread
 
 _SHORT = 64  # requests whose arrivals tell how many come in a second
@@ -65,12 +65,14 @@ class _Worker:
     def room(self) -> int | None:
         return None if self.kv_tokens is None else self.kv_tokens - self.held - self.others_held
 
-    def state(self, now_s: float) -> tuple[float, int, int, float]:
+    def state(self) -> tuple[float, float, float, int, int, float]:
         """Return the row that `estimates` takes."""
+        others_s = self.speeds.prefill_s(0, self.others_tokens) if self.others_tokens else 0.0
+        first_s = next(iter(self.waiting.values()), 0.0)
         running = self.running + (0 if self.others_tokens else self.others)
-        queued_s = self.queued_s(now_s) if self.waiting or self.others_tokens else 0.0
         room = math.inf if self.kv_tokens is None else self.kv_tokens - self.held - self.others_held
-        return queued_s, running, self.context + self.others_held, room
+        context = self.context + self.others_held
+        return others_s + sum(self.waiting.values()), first_s, self.since_s, running, context, room
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,11 @@ class Routing:
         self.holders = Holders(workers=workers, blocks=blocks)
         self._spread = Spread()
         self._workers: dict[str, _Worker] = {}
+        self._by_number: dict[int, _Worker] = {}
         self._free = list(reversed(range(workers)))
         self._costs = np.ones((workers, COSTS))
+        self._states = np.zeros((workers, STATE))
+        self._chosen_among: tuple[Collection[str] | None, list[str], npt.NDArray[np.int64]] | None = None
         self._sent: dict[str, _Sent] = {}
         self._arrivals: deque[float] = deque(maxlen=_SHORT)
         self._answer = 200.0  # tokens, usual; learned
@@ -126,13 +131,17 @@ class Routing:
         if not self._free:
             raise ValueError(f"worker {name!r} is one too many: {len(self._workers)} are routed to already")
         worker = self._workers[name] = _Worker(self._free.pop(), speeds, kv_tokens, events)
-        self._costs[worker.number] = costs_of(speeds)
+        self._by_number[worker.number] = worker
+        self._changed(worker)
+        self._chosen_among = None
 
     def down(self, name: str) -> list[str]:
         """A worker is gone. Return its requests that had no token yet; they may be sent elsewhere."""
         worker = self._workers.pop(name, None)
         if worker is None:
             return []
+        del self._by_number[worker.number]
+        self._chosen_among = None
         self.holders.forget(worker.number)
         self._spread.forget(worker.number)
         self._free.append(worker.number)
@@ -146,8 +155,9 @@ class Routing:
         """The worker's speeds are known better now."""
         if name in self._workers:
             worker = self._workers[name]
-            worker.speeds = speeds
-            self._costs[worker.number] = costs_of(speeds)
+            if worker.speeds != speeds:
+                worker.speeds = speeds
+                self._changed(worker)
 
     def requests(self, name: str) -> int:
         """Return how many requests that were sent there have not ended."""
@@ -163,6 +173,7 @@ class Routing:
         worker.others = max(0, requests - max(own, worker.requests))
         worker.others_tokens = max(0, waiting_tokens - worker.waiting_tokens) if worker.others else 0
         worker.others_held = max(0, kv_used - worker.held) if worker.others else 0
+        self._note(worker)
 
     def stored(self, name: str | None, keys: Keys, plane: int = MEMORY) -> None:
         """The worker holds these blocks; None: the pool does."""
@@ -190,25 +201,29 @@ class Routing:
 
         Changes nothing but what is known of arrivals; `sent` says that it went there."""
         self._arrivals.append(now_s)
-        able = self._able(among)
-        if not able:
+        names, numbers = self._numbered(among)
+        if not names:
             return None
-        names, numbers = list(able), [worker.number for worker in able.values()]
-        runs = self.holders.runs(keys)[:, numbers]
+        runs = self.holders.runs(keys)
         found = estimates(
             numbers,
-            self._costs[numbers],
-            np.array([worker.state(now_s) for worker in able.values()]),
-            (runs * self.block_tokens).astype(np.float64),
+            self._costs,
+            self._states,
+            runs,
+            block_tokens=self.block_tokens,
             tokens=tokens,
             answer=int(self._answer),
-            rate=self._rate(now_s) / len(able),
+            rate=self._rate(now_s) / len(names),
+            now_s=now_s,
         )
-        key = _end_of_known(keys, runs)
-        idle = [worker.number for worker in able.values() if not worker.requests and not worker.others]
-        allowed = self._spread.among(key, numbers, idle=idle)
-        places = list(range(len(names))) if len(allowed) == len(names) else [numbers.index(number) for number in allowed]
-        best = found.cheapest(places, self._random)
+        key = _end_of_known(keys, runs[DISK].take(numbers))
+        allowed: Sequence[int] = range(len(names))
+        if self._spread.is_hot(key, workers=len(names)):
+            able = [self._workers[name] for name in names]
+            idle = [worker.number for worker in able if not worker.requests and not worker.others]
+            may = self._spread.among(key, [worker.number for worker in able], idle=idle)
+            allowed = [at for at, worker in enumerate(able) if worker.number in may]
+        best = found.cheapest(allowed, self._random)
 
         def others() -> dict[str, Estimate]:
             order = np.argsort(found.cost, kind="stable").tolist()
@@ -224,7 +239,7 @@ class Routing:
         runs = self.holders.runs(keys)[:, [worker.number for worker in able.values()]]
         held = (runs.T * self.block_tokens).tolist()
         views = {name: self._view(worker, own, now_s) for (name, worker), own in zip(able.items(), held, strict=True)}
-        return views, _end_of_known(keys, runs)
+        return views, _end_of_known(keys, runs[DISK])
 
     def decided(self, worker: str, views: Mapping[str, View], key: int | None, *, tokens: int) -> Decision:
         """Return the decision of somebody else as one that `sent` takes."""
@@ -241,6 +256,7 @@ class Routing:
         worker.held += tokens
         self._sent[request] = sent = _Sent(worker.number, tokens, tokens - chosen.reused)
         worker.waiting_tokens += sent.computed
+        self._note(worker)
         self._spread.sent(decision.key, worker.number, of=len(self._workers))
 
     def presume(self, name: str, keys: Keys) -> None:
@@ -260,6 +276,7 @@ class Routing:
         worker.since_s = now_s
         worker.running += 1
         worker.context += sent.tokens
+        self._note(worker)
 
     def finished(self, request: str, *, answer: int | None, now_s: float) -> None:
         """It has ended, well or not; `answer`: its tokens, None where it was cut off."""
@@ -280,6 +297,24 @@ class Routing:
                 worker.since_s = now_s
             del worker.waiting[request]
             worker.waiting_tokens -= sent.computed
+        self._note(worker)
+
+    def _changed(self, worker: _Worker) -> None:
+        """Its speeds are others."""
+        self._costs[worker.number] = costs_of(worker.speeds)
+        self._note(worker)
+
+    def _note(self, worker: _Worker) -> None:
+        """What goes on there is something else."""
+        self._states[worker.number] = worker.state()
+
+    def _numbered(self, among: Collection[str] | None) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """Return those that may be chosen and their numbers. Nearly always they are those of the last time."""
+        if (last := self._chosen_among) is None or last[0] != among:
+            able = self._able(among)
+            kept = None if among is None else frozenset(among)
+            self._chosen_among = last = kept, list(able), np.array([worker.number for worker in able.values()], np.int64)
+        return last[1], last[2]
 
     def _able(self, among: Collection[str] | None) -> dict[str, _Worker]:
         return self._workers if among is None else {name: self._workers[name] for name in self._workers if name in among}
@@ -288,7 +323,7 @@ class Routing:
         sent = self._sent.get(request)
         if sent is None:
             return None, None
-        return sent, next((worker for worker in self._workers.values() if worker.number == sent.worker), None)
+        return sent, self._by_number.get(sent.worker)
 
     def _view(self, worker: _Worker, held: tuple[int, int, int], now_s: float) -> View:
         memory, disk, pool = held
@@ -312,7 +347,7 @@ class Routing:
         return len(self._arrivals) / passed_s if passed_s > 0 else 0.0
 
 
-def _end_of_known(keys: Keys, runs: npt.NDArray[np.int64]) -> int | None:
+def _end_of_known(keys: Keys, own: npt.NDArray[np.int64]) -> int | None:
     """Return the key at which the part ends that some worker has of its own."""
-    most = int(runs[DISK].max())
+    most = int(own.max())
     return int(keys[most - 1]) if most else None

@@ -27,16 +27,19 @@ class Spread:
     def __init__(self) -> None:
         self._counts: OrderedDict[int, dict[int, float]] = OrderedDict()
 
+    def is_hot(self, key: int | None, *, workers: int) -> bool:
+        """Whether so many ask for it that `among` leaves anybody out."""
+        return key is not None and sum(self._counts.get(key, {}).values()) >= _ENOUGH * workers
+
     def among(self, key: int | None, workers: Sequence[int], *, idle: Collection[int] = ()) -> list[int]:
         """Return those of `workers` that may take it; all, where none may. `idle`: those that have nothing to do. What is asked
         for so often is computed once on each of them, so that afterwards whoever is free is as good as any."""
-        counts = self._counts.get(key) if key is not None else None
-        total = sum(counts.values()) if counts is not None else 0.0
-        if counts is None or total < _ENOUGH * len(workers):
+        if key is None or not self.is_hot(key, workers=len(workers)):
             return list(workers)
+        counts = self._counts[key]
         if lacking := [worker for worker in workers if worker in idle and worker not in counts]:
             return lacking
-        most = _MOST * (total + 1) / len(workers) - 1
+        most = _MOST * (sum(counts.values()) + 1) / len(workers) - 1
         return [worker for worker in workers if counts.get(worker, 0.0) <= most] or list(workers)
 
     def sent(self, key: int | None, worker: int, *, of: int) -> None:
