@@ -371,6 +371,11 @@ def config_file_of(file: Path | None) -> Path | None:
     return Path(named) if file is None and named else file
 
 
+def hand_on(file: Path) -> None:
+    """Have processes that this one starts read the same configuration file."""
+    os.environ["HEADSTART_CONFIG"] = str(file.expanduser().absolute())
+
+
 @cache
 def settings() -> dict[str, Setting]:
     """Return every setting by key, in the order in which they are declared."""

@@ -110,7 +110,7 @@ C007  The whole digest of an image, and where it stands, reach every key that it
 C008  Bytes of one dtype are never read as another, nor a file under another key.
       s01 · test_another_dtype_is_never_read_as_this_one
       damage · test_damaged_at_rest_it_is_a_miss_that_is_counted_once_and_saved_anew
-      llama · test_other_kv_types_and_other_weights_find_nothing
+      llama · test_other_kv_types_weights_builds_and_kernels_find_nothing
 C009  Whatever changes the numbers changes the key; what only names does not.
       s06 · test_a_setting_that_changes_the_numbers_changes_the_architecture
       s06 · test_a_setting_that_only_names_changes_nothing

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from headstart.cli.settings import chosen_config, config_options
-from headstart.config import config_file_of
+from headstart.config import config_file_of, hand_on
 
 
 @click.command()
@@ -29,6 +28,6 @@ def serve(model: str | None, named: str | None, config_file: Path | None, **flag
     rules = None
     if (file := config_file_of(config_file)) is not None:
         if config.engine.engine == "vllm":
-            os.environ["HEADSTART_CONFIG"] = str(file.expanduser().absolute())  # its connector follows the same file
+            hand_on(file)  # its connector follows the same one
         rules = RuleFollower(file, lambda: chosen_config(config_file, flags, model=named_model), config.cache.tiering.rules)
     return serving.serve(config, rules)
