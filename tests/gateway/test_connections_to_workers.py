@@ -18,6 +18,7 @@ from headstart.gateway import connections as module
 from headstart.gateway.connections import Connections, Lost, NotTaken, parts_of
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[socket.socket], None]
 
 
@@ -133,6 +134,72 @@ def test_who_answers_what_nobody_asked_gets_the_next_request_on_another_connecti
         assert run(work) == [b"ok", b"ok"]
 
 
+def test_an_answer_that_nobody_asked_for_is_none_to_the_next_request_though_only_its_beginning_came_before() -> None:
+    asked = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        request(connection)
+        connection.sendall(OK + b"HTTP/1.1 200 OK\r\ncontent-le")
+        assert asked.wait(30)
+        with suppress(OSError):  # it is cut off
+            connection.sendall(b"ngth: 5\r\n\r\nwrong")
+
+    with serving(serve, answering(OK)) as url:
+
+        async def work(connections: Connections) -> list[bytes]:
+            first = await connections.ask("GET", url, headers={})
+            asking = asyncio.ensure_future(connections.ask("GET", url, headers={}))
+            await asyncio.sleep(0)  # it is sent
+            asked.set()
+            return [first.content, (await asking).content]
+
+        assert run(work) == [b"ok", b"ok"]
+
+
+def test_trailers_are_no_headers_of_the_next_answer() -> None:
+    with serving(answering(CHUNKED + b"2\r\nok\r\n0\r\nserver-timing: x\r\n\r\n", OK)) as url:
+
+        async def work(connections: Connections) -> list[dict[str, str]]:
+            found = []
+            for _ in range(2):
+                response = await connections.begin("GET", url, headers={})
+                assert b"".join([part async for part in parts_of(response)]) == b"ok"
+                found.append(response.headers)
+            return found
+
+        assert run(work) == [{"transfer-encoding": "chunked"}, {"content-length": "2"}]
+
+
+def test_an_answer_that_ends_with_its_connection_is_not_whole_where_that_was_cut_here() -> None:
+    def serve(connection: socket.socket) -> None:
+        request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nso much")
+        assert not connection.recv(1)
+
+    with serving(serve) as url:
+
+        async def work(connections: Connections) -> None:
+            response = await connections.begin("GET", url, headers={})
+            await connections.close()
+            with pytest.raises(Lost):
+                [part async for part in parts_of(response)]
+
+        run(work)
+
+
+def test_nothing_is_sent_on_a_connection_that_has_just_broken() -> None:
+    with serving(answering(OK), answering(OK)) as url:
+
+        async def work(connections: Connections) -> bytes:
+            await connections.ask("GET", url, headers={})
+            (kept,) = connections._open
+            assert kept._transport is not None
+            kept._transport.abort()  # as when it is reset: that it is lost is told only later
+            return (await connections.ask("GET", url, headers={})).content
+
+        assert run(work) == b"ok"
+
+
 def test_who_closes_a_connection_gets_the_next_request_on_another() -> None:
     with serving(
         answering(OK), answering(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"), answering(OK)
@@ -159,6 +226,9 @@ def test_who_closes_a_connection_gets_the_next_request_on_another() -> None:
         b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * (80 << 10) + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * (20 << 10),
+        b"HTTP/1.1 199 So far\r\ncontent-length: 5\r\n\r\nwrong" + OK,
+        CHUNKED + b"2\r\nok\r\n0\r\n" + b"a: b\r\n" * (80 << 10),
+        CHUNKED + b"2\r\nok\r\n2;" + b"a" * (400 << 10),
     ],
 )
 def test_what_is_no_whole_answer_is_lost(answer: bytes) -> None:

@@ -24,8 +24,8 @@ _KEPT_S = 4.0  # a connection without a request; servers close theirs after five
 _JOINED_BYTES = 1 << 16  # of a body that goes out with the head before it
 _PIECE_BYTES = 1 << 18  # of a body that goes out piece by piece, each when the one before has gone
 _UNREAD_BYTES = 1 << 18  # of an answer, before the worker has to wait for who reads it
-_HEAD_BYTES = 64 << 10
-_LONG_HEAD = f"the head of an answer has more than {_HEAD_BYTES >> 10} KiB"
+_BESIDE_BYTES = 64 << 10  # of an answer without one of its body: a head, what stands between chunks, trailers
+_LONG_HEAD = f"more than {_BESIDE_BYTES >> 10} KiB of its answer are none of its body"
 _UNTOLD = (204, 304)  # answers without a body
 
 
@@ -94,6 +94,9 @@ class Connections:
         while self._open:
             await asyncio.sleep(0)
 
+    def opened(self, connection: _Connection) -> None:
+        self._open.add(connection)
+
     def keep(self, connection: _Connection) -> None:
         """Have it ready for the next request."""
         self._kept.setdefault(connection.origin, []).append(connection)
@@ -111,12 +114,13 @@ class Connections:
         self._open.discard(connection)
 
     def _free(self, origin: _Origin) -> _Connection | None:
-        """Return the connection that was used last of those kept."""
-        if not (kept := self._kept.get(origin)):
-            return None
-        connection = kept[-1]
-        self.forget(connection)
-        return connection
+        """Return the connection that was used last of those kept that are not ending: on one that is, nothing is sent."""
+        while kept := self._kept.get(origin):
+            connection = kept[-1]
+            self.forget(connection)
+            if not connection.ending:
+                return connection
+        return None
 
     async def _connected(self, origin: _Origin) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -144,7 +148,6 @@ class Connections:
                         ssl=_trusting() if origin.secure else None,
                         server_hostname=origin.host if origin.secure else None,
                     )
-                self._open.add(connection)
                 return connection
             except OSError as error:  # a timeout is one, too
                 failed.append(error)
@@ -233,10 +236,15 @@ class _Connection(asyncio.Protocol):
         self._full = False  # what was written has not gone
         self._paused = False
         self._headers: dict[str, str] = {}
-        self._head_bytes = 0
+        self._beside_bytes = 0
         self._interim = False
+        self._at_end = False  # the worker has said all
         self._until_closed = False  # the answer says neither how long it is nor where it ends
         self._expiring: asyncio.TimerHandle | None = None
+
+    @property
+    def ending(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes) -> Response:
         """Send a request; return its answer as soon as that has a head. Raises Lost."""
@@ -284,6 +292,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._all.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._all.ended(self)
@@ -292,13 +301,14 @@ class _Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
-        if answer.status and self._until_closed and error is None:
+        if answer.status and self._until_closed and self._at_end and error is None:
             answer.ends()
         else:
             amid = "amid the answer" if answer.status else "before an answer came"
             answer.fails(Lost(f"the connection ended {amid}" + (f": {error}" if error else "")))
 
     def eof_received(self) -> None:
+        self._at_end = True
         self._all.forget(self)  # it closes
 
     def pause_writing(self) -> None:
@@ -314,9 +324,9 @@ class _Connection(asyncio.Protocol):
             self.cut()
             return
         try:
-            self._head_bytes += len(data)
+            self._beside_bytes += len(data)
             self._parser.feed_data(data)
-            if not (self._answer is None or self._answer.status) and self._head_bytes > _HEAD_BYTES:
+            if self._answer is not None and self._beside_bytes > _BESIDE_BYTES:
                 raise Lost(_LONG_HEAD)
         except (Lost, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._answer is not None:
@@ -325,7 +335,13 @@ class _Connection(asyncio.Protocol):
 
     # What the parser tells.
 
+    def on_message_begin(self) -> None:
+        if self._answer is None:  # with as little as its first byte left, the next answer would be this one
+            raise Lost("it answers what nobody asked")
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is None or self._answer.status:
+            return  # a trailer
         key, said = name.decode("latin-1").lower(), value.decode("latin-1")
         before = self._headers.get(key)
         self._headers[key] = said if before is None else f"{before}, {said}"
@@ -333,27 +349,28 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = {}
-        if sum(len(name) + len(value) for name, value in headers.items()) > _HEAD_BYTES:
+        if sum(len(name) + len(value) for name, value in headers.items()) > _BESIDE_BYTES:
             raise Lost(_LONG_HEAD)
-        if self._answer is None:
-            raise Lost("it answers what nobody asked")
         self._interim = status < 200
         if self._interim:
             return
+        assert self._answer is not None
         self._until_closed = not {"content-length", "transfer-encoding"} & headers.keys() and status not in _UNTOLD
         self._answer.begins(status, headers)
 
     def on_body(self, body: bytes) -> None:
+        if self._interim:
+            raise Lost("an interim answer has a body")
+        self._beside_bytes = 0
         if self._answer is not None and not self._answer.takes(body) and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
+        self._beside_bytes = 0
         if self._interim:
-            self._head_bytes = 0
             return
         answer, self._answer = self._answer, None
-        self._head_bytes = 0
         assert answer is not None
         answer.ends()
         self.go_on()
