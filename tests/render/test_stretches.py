@@ -209,6 +209,16 @@ def test_no_answer_is_cut_and_a_newer_one_to_the_same_prompt_takes_its_place() -
     assert noted.ids(text) == without == list(map(ord, text))
 
 
+def test_a_stretch_is_another_where_it_begins_elsewhere_for_the_sake_of_an_answer_that_is_not_remembered_any_more(
+    short_stretches: None,
+) -> None:
+    noted = _Noted()
+    text = f"{'a' * 30}<s>{'b' * 10}</s><s>{'c' * 100}<s>{'d' * 10}"
+    elsewhere = Generated(28, digest_of("of another conversation"), array("I", [7]), "b", content="b")
+    for end, answers in ((60, []), (len(text), [elsewhere]), (len(text), []), (len(text), [elsewhere])):
+        assert noted.ids(text[:end], *answers) == list(map(ord, text[:end]))
+
+
 def test_the_memory_of_stretches_is_bounded_and_of_the_longest_the_beginning_stays() -> None:
     noted = _Noted(remembered_bytes=1_000_000)
     for number in range(40):

@@ -4,7 +4,8 @@ A conversation is told again with every turn. Its stretches are known by a diges
 in them is compared with answers, cut at special tokens or looked up message by message.
 
     text   ├──── stretch ────┼──── stretch ────┼── rest ──┤      cut before a special token, never in an answer
-    known by                  ▲                 ▲                a digest of the text up to here, what answers may stand in it
+    known by                  ▲                 ▲                a digest of the text up to here, where it begins, what
+                                                                 answers may stand in it
 
 What a stretch becomes depends on nothing behind it: it is cut where what follows becomes tokens by itself, whatever it is.
 """
@@ -26,7 +27,7 @@ from headstart.render.tokenising import Tokeniser
 REMEMBERED_BYTES = 64 << 20
 _STRETCH = 8192  # characters at least
 _ENTRY_BYTES = 400  # of books, beside tokens and marks
-_Key: TypeAlias = "tuple[bytes, tuple[object, ...]]"
+_Key: TypeAlias = "tuple[bytes, int, tuple[object, ...]]"
 Encode: TypeAlias = Callable[[list["str | array[int]"]], list[Sequence[int]]]
 
 
@@ -41,16 +42,17 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A text from where `before` is up to `end`; `digest`: of the text up to there. `answers` may stand in it."""
+    """A text from `begin`, where `before` is, up to `end`; `digest`: of the text up to there. `answers` may stand in it."""
 
     before: Beginnings
+    begin: int
     end: int
     digest: bytes
     answers: Sequence[Generated]
 
     @property
     def key(self) -> _Key:
-        return self.digest, tuple(one.mark for one in self.answers)
+        return self.digest, self.begin, tuple(one.mark for one in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,10 @@ class Stretches:
                     break
                 cut = None if closing is None else self._tokeniser.cut(text, closing.start())
             if cut is None:
-                found.append(_Stretch(before, len(text), beginnings.digest(len(text)), answers[first:]))
+                found.append(_Stretch(before, before.at, len(text), beginnings.digest(len(text)), answers[first:]))
                 return found
-            found.append(_Stretch(before, cut, beginnings.digest(cut), answers[first:taken]))
+            found.append(_Stretch(before, before.at, cut, beginnings.digest(cut), answers[first:taken]))
 
 
 def _nbytes(key: _Key, known: _Known) -> int:
-    return sys.getsizeof(known.ids) + 8 * len(key[1]) + _ENTRY_BYTES
+    return sys.getsizeof(known.ids) + 8 * len(key[2]) + _ENTRY_BYTES
