@@ -26,6 +26,7 @@ _ADDED: dict[str, list[dict[str, Any]]] = {
     "one takes the spaces before it": [{"content": "<tool>", "lstrip": True}],
     "one takes the spaces behind it": [{"content": "<tool>", "rstrip": True}],
     "one minds its neighbours": [{"content": "<tool>", "single_word": True}],
+    "one minds its neighbours, and another begins as a word": [{"content": "<tool>", "single_word": True}, {"content": "user"}],
     "one is looked for in normalised text": [{"content": "<tool>", "normalized": True}],
     "some are spaces": [{"content": "  "}, {"content": "   "}],
     "some are spaces, and one takes them": [{"content": "  "}, {"content": "<tool>", "lstrip": True, "rstrip": True}],
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_the_whole_text_whatever_was_seen_before(family: Ren
     @settings(max_examples=min(100, settings.default.max_examples))
     @given(st.lists(_TEXTS, min_size=1, max_size=4))
     @example(["<s>a", "<s>a  <tool>  b", "<|im_start|>user", " <|im_start|>user <|im"])
+    @example(["a <tool>user\nwith more behind it"])
     def check(texts: list[str]) -> None:
         for count in range(len(texts)):  # a conversation that grows
             text = "".join(texts[: count + 1])

@@ -33,7 +33,9 @@ class Special:
         certain = [] if found_by is None or mind_words else sorted({*plain} - _overlapping(words, found_by))
         self._certain = re.compile(_any_of(certain)) if certain else None
         self._any = self._certain if certain_alone else found_by
-        self._cut_before = frozenset(plain) if others and not certain_alone else None
+        # What minds words is another token where a letter stands behind it than at the end of a text.
+        before = {word for word in plain if not (mind_words and re.match(r"\w", word))}
+        self._cut_before = frozenset(before) if others and not certain_alone else None
 
     def places(self, text: str) -> list[int]:
         """Return where such tokens begin before which the text may be cut: leftmost first, the longest that fits, as tokenizers
