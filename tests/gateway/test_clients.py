@@ -122,6 +122,9 @@ def test_what_a_worker_knows_of_a_request_is_asked_there(router: Routed, client:
     receipt = router.get(f"/v1/headstart/requests/{answer.id}")
     assert receipt["usage"]["prompt"] == answer.usage.prompt_tokens
     assert router.http.get("/v1/headstart/requests/none").status_code == 404
+    head = router.http.head(f"/v1/headstart/requests/{answer.id}", timeout=10)
+    assert (head.status_code, head.content) == (200, b"")
+    assert int(head.headers["content-length"]) > 0
     tokens = router.http.post("/tokenize", json={"prompt": "hello"}).json()
     assert tokens["count"] == 5
 

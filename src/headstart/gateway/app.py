@@ -124,10 +124,11 @@ def build_app(router: Router, *, host: str) -> ASGIApp:
         """Pass on what only the worker knows that answered: receipts, why, what was said, cancelling it."""
         caller = caller_of(request)
         id = request.path_params["id"]
+        method = "GET" if request.method == "HEAD" else request.method  # whose body the server leaves out
         said: Said | None = None
         for worker in router.places(id, caller):
             try:
-                said = await router.ask(worker, request.method, request.url.path, caller)
+                said = await router.ask(worker, method, request.url.path, caller)
             except NoWorker:
                 continue
             if said.status != 404:

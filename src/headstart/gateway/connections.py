@@ -62,9 +62,11 @@ class Connections:
 
     async def begin(self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None) -> Response:
         """Send a request and return its answer once the head is there. Whoever has it closes it: what was not read to its end
-        by then is cut off at the worker. `headers`: as Starlette reads them, and no others are sent beside HTTP's own.
+        by then is cut off at the worker. `method`: not HEAD, whose answers announce a body that the parser would wait for.
+        `headers`: as Starlette reads them, and no others are sent beside HTTP's own.
 
         Raises Lost, and ValueError for headers that are none."""
+        assert method != "HEAD"
         origin, path = _target(url)
         head = _head(method, origin, path, headers, body)
         connection = self._free(origin) or await self._connected(origin)
