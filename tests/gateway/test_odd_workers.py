@@ -68,6 +68,8 @@ def test_what_a_worker_of_ours_says_is_taken() -> None:
         {"roots": {"tiny": "no hex"}},
         {"roots": {"tiny": "00"}},
         {"handoff": {"role": "both", "addresses": ["nowhere"]}},
+        {"kv": {"capacity_tokens": 1 << 80}},
+        {"running": 1, "waiting_tokens": 1 << 80},
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,8 @@ _ENGINES = ("vllm:", "sglang:")
 _COSTS = {"prefill": 2, "step": 3, "disk": 2, "pool": 2}  # how many a speed has
 _NONSENSE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, msgspec.MsgspecError)
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? ([-+0-9.eE]+|NaN)(?: \d+)?$", re.MULTILINE | re.ASCII)
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # what choosing reckons with has room in a float
 
 
 class Unwell(Exception):
@@ -44,11 +46,11 @@ class _Told(msgspec.Struct):
     status: str
     trusted: bool = False
     models: list[str] = []
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int | None = None
-    context_tokens: int | None = None
-    kv: dict[str, int] = {}
+    running: _Count = 0
+    waiting: _Count = 0
+    waiting_tokens: _Count | None = None
+    context_tokens: _Count | None = None
+    kv: dict[str, _Count] = {}
     counters: dict[str, int] = {}
     speeds: dict[str, Any] = {}
     roots: dict[str, str] = {}
