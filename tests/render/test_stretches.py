@@ -219,6 +219,13 @@ def test_a_stretch_is_another_where_it_begins_elsewhere_for_the_sake_of_an_answe
         assert noted.ids(text[:end], *answers) == list(map(ord, text[:end]))
 
 
+def test_an_answer_of_spaces_that_is_written_as_nothing_stands_there_once_whatever_messages_it_may_be() -> None:
+    noted = _Noted()
+    prompt = "<s>user hello</s><s>assistant "
+    answer = Generated(len(prompt), digest_of(prompt), array("I", [7]), "\n")
+    assert noted.ids(prompt + "</s><s>", answer, answer) == [*map(ord, prompt), 7, *map(ord, "</s><s>")]
+
+
 def test_the_memory_of_stretches_is_bounded_and_of_the_longest_the_beginning_stays() -> None:
     noted = _Noted(remembered_bytes=1_000_000)
     for number in range(40):

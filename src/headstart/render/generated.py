@@ -127,8 +127,9 @@ def splice(beginnings: Beginnings, end: int, answers: Iterable[Generated], *, en
     text, done = beginnings.text, beginnings.at
     parts: list[str | array[int]] = []
     acted: set[str] = set()
+    answered = -1  # the place that the newest of them took: one that is written as nothing leaves it free
     for one, begin in _answered(beginnings, end, answers):
-        closing = ends.search(text, begin) if begin >= done else None
+        closing = ends.search(text, begin) if begin >= done and begin != answered else None
         if closing is None:
             continue
         written = text[begin : closing.start()]
@@ -137,7 +138,7 @@ def splice(beginnings: Beginnings, end: int, answers: Iterable[Generated], *, en
                 continue
             acted.add(one.rule)
         parts += [text[done:begin], one.tokens]
-        done = closing.start()
+        answered, done = begin, closing.start()
     return Spliced([*parts, text[done:end]], frozenset(acted))
 
 
