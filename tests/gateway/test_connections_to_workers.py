@@ -156,6 +156,24 @@ def test_an_answer_that_nobody_asked_for_is_none_to_the_next_request_though_only
         assert run(work) == [b"ok", b"ok"]
 
 
+def test_a_head_that_is_too_long_is_not_put_together_first() -> None:
+    names: set[str] = set()
+
+    class Noting(dict[str, str]):
+        def __setitem__(self, name: str, value: str) -> None:
+            names.add(name)
+
+    async def work(connections: Connections) -> None:
+        connection = module._Connection(connections, module._origin("http", "127.0.0.1:1"))
+        connection._answer = answer = module.Response(connection)
+        connection._headers = Noting()
+        connection.data_received(b"HTTP/1.1 200 OK\r\n" + b"".join(b"%d:\r\n" % number for number in range(60_000)) + b"\r\n")
+        assert answer._failure is not None
+
+    run(work)
+    assert len(names) < 20_000
+
+
 def test_trailers_are_no_headers_of_the_next_answer() -> None:
     with serving(answering(CHUNKED + b"2\r\nok\r\n0\r\nserver-timing: x\r\n\r\n", OK)) as url:
 

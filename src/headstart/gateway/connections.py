@@ -239,6 +239,7 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._headers: dict[str, str] = {}
         self._beside_bytes = 0
+        self._head_bytes = 0
         self._interim = False
         self._at_end = False  # the worker has said all
         self._until_closed = False  # the answer says neither how long it is nor where it ends
@@ -340,10 +341,14 @@ class _Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._answer is None:  # with as little as its first byte left, the next answer would be this one
             raise Lost("it answers what nobody asked")
+        self._head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._answer is None or self._answer.status:
             return  # a trailer
+        self._head_bytes += len(name) + len(value) + len(": \r\n")
+        if self._head_bytes > _BESIDE_BYTES:  # at once: one name a hundred thousand times would be put together for a second
+            raise Lost(_LONG_HEAD)
         key, said = name.decode("latin-1").lower(), value.decode("latin-1")
         before = self._headers.get(key)
         self._headers[key] = said if before is None else f"{before}, {said}"
@@ -351,8 +356,6 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = {}
-        if sum(len(name) + len(value) for name, value in headers.items()) > _BESIDE_BYTES:
-            raise Lost(_LONG_HEAD)
         self._interim = status < 200
         if self._interim:
             return
