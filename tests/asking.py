@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 from headstart.engine.base import Engine, GenerationRequest, Progress, TokenEvent
@@ -50,6 +50,15 @@ def ask(engine: Engine, prompt: Sequence[int], max_tokens: int = 8, *, id: str =
 def some_tokens(count: int, seed: int = 1, vocabulary: int = 512) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(vocabulary) for _ in range(count)]
+
+
+def in_threads(work: Callable[[int], None], count: int = 4) -> None:
+    """Have `count` threads do work(0), work(1), …, all at once, and return when all have ended."""
+    threads = [Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def eventually(what: Callable[[], bool], timeout_s: float = 30.0) -> None:

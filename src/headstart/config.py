@@ -376,6 +376,15 @@ def hand_on(file: Path) -> None:
     os.environ["HEADSTART_CONFIG"] = str(file.expanduser().absolute())
 
 
+def state_of(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file does: for who follows one while running. None where there is none."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 @cache
 def settings() -> dict[str, Setting]:
     """Return every setting by key, in the order in which they are declared."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from asking import in_threads
 from headstart.api.ask import Ask
 from headstart.api.caching import Caching
 from headstart.api.prompting import Prompting
@@ -250,11 +250,7 @@ def test_many_threads_tell_their_own_conversations(renderer: Renderer, short_str
             if renderer.told(text, [], owner="threads").ids != _whole(renderer, text):
                 wrong.append(text)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run)
     assert not wrong
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from asking import in_threads
 from headstart.render import Renderer
 from headstart.render.tokenising import Tokeniser, tokeniser_of
 
@@ -193,11 +193,7 @@ def test_many_threads_get_the_tokens_of_their_own_texts(renderer: Renderer) -> N
             if tokeniser.ids(text) != _whole(renderer._backend, text):
                 wrong.append(text)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run)
     assert not wrong
 
 

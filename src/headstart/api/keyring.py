@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from headstart.api.errors import Forbidden, WrongKey
 from headstart.api.keys import Key, find, read_keys
 from headstart.block.framing import frame
+from headstart.config import state_of
 from headstart.errors import KeysUnreadable
 
 LOOK_S = 0.5  # how often the file is looked at, at most
@@ -123,12 +123,3 @@ class Keyring:
             _log.info("the keys were read again: %d", len(self._keys))
             if self._on_change is not None:
                 self._on_change(self._keys)
-
-
-def state_of(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file does."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -14,8 +14,9 @@ from threading import Lock
 
 import msgspec
 
-from headstart.api.keyring import LOOK_S, state_of
+from headstart.api.keyring import LOOK_S
 from headstart.block.keys import BLOCK_TOKENS, KEY_BYTES, chain, token_bytes
+from headstart.config import state_of
 from headstart.errors import ConfigError, RequestError
 from headstart.render import Renderer
 

@@ -7,13 +7,12 @@ rules that held before go on to hold, and the log, the metrics and a server's /h
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Thread
 
 from headstart.cache.prefix_cache import PrefixCache
-from headstart.config import Config, config_file_of
+from headstart.config import Config, config_file_of, state_of
 from headstart.errors import ConfigError
 from headstart.policy.rule_text import parse_rules
 
@@ -59,7 +58,7 @@ class RuleFollower:
             self._look.clear()
             if self._ended or all(cache.closed for cache in self._caches):
                 return
-            state = _state_of(self._file)
+            state = state_of(self._file)
             if state != self._seen or self._asked:
                 self._asked = False
                 self._seen = state
@@ -92,12 +91,3 @@ def follow(load: Callable[[], Config], rules: Sequence[str], *caches: PrefixCach
     """Follow $HEADSTART_CONFIG, if it is set, for caches that were opened with `rules`, until all of them are closed."""
     if (file := config_file_of(None)) is not None:
         RuleFollower(file, load, rules).start(*caches)
-
-
-def _state_of(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file does."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
